@@ -1,0 +1,110 @@
+"""The pluggy contract of a backend.
+
+A backend is one light module that a distribution names in the entry-point group `xmem`:
+
+    [project.entry-points.xmem]
+    mine = "mine_xmem.plugin"
+
+The module implements `xmem_framework`, `xmem_open` and one hook per capability it offers. Another
+distribution may add or replace single capabilities of an existing backend under an entry point
+`mine:anything`. Each capability hook is called once, by `xmem.use()`; no hot call goes through
+pluggy afterwards.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+
+if TYPE_CHECKING:
+    from xmem.protocols import (
+        Checkpoint,
+        Framework,
+        Measure,
+        Models,
+        Precision,
+        Session,
+        Training,
+    )
+
+hookspec = pluggy.HookspecMarker("xmem")
+hookimpl = pluggy.HookimplMarker("xmem")
+
+
+class BackendSpec:
+    """Hooks of a backend; the first answer counts."""
+
+    @hookspec(firstresult=True)
+    def xmem_framework(self) -> Framework | None:  # type: ignore[empty-body]
+        """Say which framework this backend drives. Must not import it."""
+
+    @hookspec(firstresult=True)
+    def xmem_open(self, device: str) -> Session | None:  # type: ignore[empty-body]
+        """Prepare the environment, import the framework and choose the device.
+
+        Args:
+            device: "auto", "cpu" or "cuda".
+
+        Raises:
+            BackendUnavailableError: the device is not there.
+        """
+
+    @hookspec(firstresult=True)
+    def xmem_measure(self, session: Session) -> Measure | None:  # type: ignore[empty-body]
+        """Count bytes exactly."""
+
+    @hookspec(firstresult=True)
+    def xmem_checkpoint(self, session: Session) -> Checkpoint | None:  # type: ignore[empty-body]
+        """Recompute instead of keeping."""
+
+    @hookspec(firstresult=True)
+    def xmem_precision(self, session: Session) -> Precision | None:  # type: ignore[empty-body]
+        """Compute in half precision."""
+
+    @hookspec(firstresult=True)
+    def xmem_training(self, session: Session) -> Training | None:  # type: ignore[empty-body]
+        """Run the steps of a training loop under one name."""
+
+    @hookspec(firstresult=True)
+    def xmem_models(self, session: Session) -> Models | None:  # type: ignore[empty-body]
+        """Build the conformance workloads in the framework."""
+
+    @hookspec(firstresult=True)
+    def xmem_pool(self, session: Session) -> Any:
+        """Control the framework's memory pool."""
+
+    @hookspec(firstresult=True)
+    def xmem_saved(self, session: Session) -> Any:
+        """Decide what happens to what backward will read."""
+
+    @hookspec(firstresult=True)
+    def xmem_quantize(self, session: Session) -> Any:
+        """Keep activations, optimizer states or weights in few bits."""
+
+    @hookspec(firstresult=True)
+    def xmem_distributed(self, session: Session) -> Any:
+        """Reduce, gather and shard across processes."""
+
+    @hookspec(firstresult=True)
+    def xmem_offload(self, session: Session) -> Any:
+        """Move activations, states or parameters to host memory or disk."""
+
+
+class ObserverSpec:
+    """Hooks for people who watch; everyone who registers is called.
+
+    They are historic: who registers late is told what has happened before.
+    """
+
+    @hookspec(historic=True)
+    def xmem_applied(self, receipt: Any) -> None:
+        """Say that a technique was applied; gets its `xmem.receipts.Receipt`."""
+
+    @hookspec(historic=True)
+    def xmem_result(self, result: Any) -> None:
+        """Say that a case of the matrix ended; gets its `xmem.report.model.Result`."""
+
+    @hookspec(historic=True)
+    def xmem_oom(self, diagnosis: Any) -> None:
+        """Say that memory ran out; gets the diagnosis."""

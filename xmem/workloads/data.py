@@ -1,0 +1,49 @@
+"""Weights and data from NumPy seeds: every framework starts from the same numbers."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from xmem.workloads.catalog import Workload
+from xmem.workloads.spec import Parameter, parameters
+
+Array: TypeAlias = np.ndarray[Any, Any]
+
+
+def _generator(workload: Workload, name: str) -> np.random.Generator:
+    """Return a generator of its own for each name, so that adding one moves no other."""
+    return np.random.default_rng([workload.seed, zlib.crc32(name.encode())])
+
+
+def _start(parameter: Parameter, generator: np.random.Generator) -> Array:
+    if parameter.start == "zeros":
+        return np.zeros(parameter.shape, np.float32)
+    if parameter.start == "ones":
+        return np.ones(parameter.shape, np.float32)
+    scale = 0.02 if parameter.start == "small" else 1 / math.sqrt(parameter.fan_in)
+    return (generator.standard_normal(parameter.shape, dtype=np.float32) * scale).astype(np.float32)
+
+
+def make_weights(workload: Workload) -> dict[str, Array]:
+    """Return every parameter of the model by name, float32."""
+    return {
+        name: _start(parameter, _generator(workload, name))
+        for name, parameter in parameters(workload.model)
+    }
+
+
+def make_batch(workload: Workload) -> tuple[Array, Array]:
+    """Return inputs (float32, or int32 token ids) and targets (float32, or int32 classes)."""
+    inputs = _generator(workload, "inputs")
+    targets = _generator(workload, "targets")
+    if workload.input_kind == "tokens":
+        x: Array = inputs.integers(0, workload.classes, workload.input_shape, dtype=np.int32)
+    else:
+        x = inputs.standard_normal(workload.input_shape, dtype=np.float32)
+    if workload.loss == "mse":
+        return x, targets.standard_normal(workload.target_shape, dtype=np.float32)
+    return x, targets.integers(0, workload.classes, workload.target_shape, dtype=np.int32)
