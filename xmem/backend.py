@@ -29,7 +29,7 @@ CAPABILITIES: tuple[str, ...] = (
 class MissingCapability:
     """Stands where a backend offers nothing: every use of it raises, with the remedy."""
 
-    __slots__ = ("_capability", "_offered_by", "_backend")
+    __slots__ = ("_backend", "_capability", "_offered_by")
 
     def __init__(self, backend: str, capability: str, offered_by: tuple[str, ...]) -> None:
         object.__setattr__(self, "_backend", backend)

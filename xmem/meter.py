@@ -178,8 +178,10 @@ class Measurement:
         end = self._counters(self._end, "allocation_count")
         if self._start is None or self._start.allocation_count is None:
             return None
-        return None if end.allocation_count is None else (
-            end.allocation_count - self._start.allocation_count
+        return (
+            None
+            if end.allocation_count is None
+            else (end.allocation_count - self._start.allocation_count)
         )
 
     @property

@@ -129,9 +129,7 @@ class Measure(Protocol):
         stays usable.
         """
 
-    def owned(
-        self, model: Any, optimizer: Any, inputs: Any
-    ) -> Mapping[Category, Sequence[Any]]:
+    def owned(self, model: Any, optimizer: Any, inputs: Any) -> Mapping[Category, Sequence[Any]]:
         """Return the tensors that model, optimizer and inputs own, by category.
 
         Reads no values and allocates nothing. Each argument may be None; `model` and `inputs`

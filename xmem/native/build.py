@@ -13,7 +13,7 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 from xmem.errors import NativeBuildError
@@ -52,7 +52,7 @@ def cache_folder() -> Path:
     return Path(platformdirs.user_cache_dir("xmem"))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _compiler_version(compiler: str) -> str:
     try:
         ran = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True)

@@ -55,7 +55,9 @@ def _mlp(preset: str, *, depth: int, width: int, batch: int) -> Workload:
     return Workload("mlp", preset, model, "real", shape, shape, "mse", 0)
 
 
-def _resnet(name: str, preset: str, *, width: int, image: int, batch: int, classes: int) -> Workload:
+def _resnet(
+    name: str, preset: str, *, width: int, image: int, batch: int, classes: int
+) -> Workload:
     counts = {"resnet18": (2, 2, 2, 2), "resnet50": (3, 4, 6, 3)}[name]
     model = models.resnet(
         counts=counts, bottleneck=name == "resnet50", width=width, classes=classes

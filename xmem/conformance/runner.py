@@ -1,0 +1,180 @@
+"""Run cases in processes of their own; a crash, a hang and an interrupt lose one case at most."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from xmem.conformance.techniques import technique
+from xmem.errors import BackendNotFoundError, SchemaError, unknown
+from xmem.report.model import Case, Machine, Result, read_json, write_json
+from xmem.workloads import workload
+
+TIMEOUT_SECONDS = 1800.0
+_LOG_LINES = 8
+
+
+def matrix(
+    backends: Sequence[str],
+    workloads: Sequence[str],
+    techniques: Sequence[str],
+    *,
+    preset: str = "quick",
+    device: str = "auto",
+    threads: int = 2,
+    limit_bytes: int | None = None,
+    save_gradients: bool = False,
+) -> list[Case]:
+    """Return the cases, in an order that compares like with like as they come in.
+
+    Raises:
+        UsageError: a workload, technique or preset does not exist.
+        BackendNotFoundError: a backend is not installed.
+    """
+    from xmem.plugins import backend_infos
+
+    installed = [info.name for info in backend_infos()]
+    for name in backends:
+        if name not in installed:
+            raise BackendNotFoundError(unknown("backend", name, installed))
+    for name in techniques:
+        technique(name)
+    for name in workloads:
+        workload(name, preset)
+    return [
+        Case(
+            workload=w,
+            technique=t,
+            backend=b,
+            preset=preset,
+            device=device,
+            threads=threads,
+            limit_bytes=limit_bytes,
+            save_gradients=save_gradients,
+        )
+        for w in workloads
+        for t in techniques
+        for b in backends
+    ]
+
+
+def result_path(case: Case, folder: Path) -> Path:
+    """Return where a case's result lies."""
+    return folder / f"{case.name}.json"
+
+
+def finished(case: Case, folder: Path) -> Result | None:
+    """Return the result of a case that has already run to its end with these very settings.
+
+    Timeouts, crashes and unavailable frameworks are tried again.
+    """
+    path = result_path(case, folder)
+    try:
+        result = read_json(path, Result)
+    except (FileNotFoundError, SchemaError):
+        return None
+    settled = result.status in ("ok", "unsupported", "out_of_memory")
+    if not settled or result.case != case:
+        return None
+    if case.save_gradients and result.status == "ok" and not path.with_suffix(".npz").exists():
+        return None
+    return result
+
+
+def run_case(case: Case, folder: Path, *, timeout_seconds: float = TIMEOUT_SECONDS) -> Result:
+    """Run one case in a fresh process and return its result, which is also on disk."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = result_path(case, folder)
+    path.unlink(missing_ok=True)
+    log_path = path.with_suffix(".log")
+    begin = time.perf_counter()
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "xmem.conformance.worker",
+                msgspec.json.encode(case).decode(),
+                str(path),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=_environment(case),
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(timeout_seconds)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            _end(process)
+    if path.exists():
+        return read_json(path, Result)
+    result = Result(
+        case=case,
+        status="timeout" if code is None else "error",
+        reason=_reason(code, timeout_seconds, log_path),
+        machine=Machine.here(),
+        seconds=time.perf_counter() - begin,
+    )
+    write_json(result, path)
+    return result
+
+
+def _environment(case: Case) -> dict[str, str]:
+    threads = str(case.threads)
+    return {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a worker and whatever it started (compilers)."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+def _reason(code: int | None, timeout_seconds: float, log_path: Path) -> str:
+    if code is None:
+        return f"no result after {timeout_seconds:g} s; the process was ended"
+    if code < 0:
+        ended = f"killed by {signal.Signals(-code).name}"
+    else:
+        ended = f"exit status {code} without a result"
+    lines = log_path.read_text(encoding="utf-8", errors="replace").split("\n")
+    tail = [line.strip() for line in lines if line.strip()][-_LOG_LINES:]
+    return f"{ended}; last output: {' | '.join(tail)}" if tail else f"{ended}; no output"
+
+
+def run_cases(
+    cases: Iterable[Case],
+    folder: Path,
+    *,
+    resume: bool = False,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+) -> Iterator[Result]:
+    """Run cases one after the other and yield each result as it comes.
+
+    Args:
+        cases: what to run.
+        folder: where each case's file goes.
+        resume: take results that are already there.
+        timeout_seconds: for each case.
+    """
+    from xmem.plugins import observers
+
+    for case in cases:
+        result = finished(case, folder) if resume else None
+        if result is None:
+            result = run_case(case, folder, timeout_seconds=timeout_seconds)
+        observers.hook.xmem_result.call_historic(kwargs={"result": result})
+        yield result

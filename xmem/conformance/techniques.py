@@ -1,0 +1,87 @@
+"""The techniques of the matrix: how each changes a training step.
+
+A technique is a neutral function of the backend, the model and its blocks; it returns what to
+enter around the forward pass, and what it was applied to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import xmem
+from xmem.errors import UsageError, unknown
+
+if TYPE_CHECKING:
+    from xmem.backend import Backend
+
+
+@dataclass(frozen=True)
+class Applied:
+    """A technique in force.
+
+    Attributes:
+        forward_context: made anew for every forward pass.
+        applied_to: from the receipt, or None.
+        dtype: the half type in use, or None.
+    """
+
+    forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    applied_to: int | None = None
+    dtype: str | None = None
+
+
+@dataclass(frozen=True)
+class Technique:
+    """What the matrix knows of a technique.
+
+    Attributes:
+        name: its name on the command line.
+        capabilities: what a backend must offer for it.
+        loss_tolerance: how far losses may be from the same backend's baseline, relative.
+        gradient_tolerance: how far gradients may be, relative in the L2 norm over all of them.
+        apply: puts it in force.
+    """
+
+    name: str
+    capabilities: tuple[str, ...]
+    loss_tolerance: float
+    gradient_tolerance: float
+    apply: Callable[[Backend, Any, Sequence[Any]], Applied]
+
+
+def _baseline(backend: Backend, model: Any, blocks: Sequence[Any]) -> Applied:
+    return Applied()
+
+
+def _checkpoint(backend: Backend, model: Any, blocks: Sequence[Any]) -> Applied:
+    receipt = xmem.apply_checkpointing(model, "every", blocks=blocks)
+    return Applied(applied_to=receipt.applied_to)
+
+
+def _autocast(backend: Backend, model: Any, blocks: Sequence[Any]) -> Applied:
+    dtype = backend.precision.default_dtype()
+    return Applied(forward_context=lambda: xmem.autocast(dtype), dtype=dtype)
+
+
+TECHNIQUES: dict[str, Technique] = {
+    t.name: t
+    for t in (
+        Technique("baseline", (), 0.0, 0.0, _baseline),
+        Technique("checkpoint", ("checkpoint",), 1e-6, 1e-5, _checkpoint),
+        Technique("autocast", ("precision",), 2e-2, 1e-1, _autocast),
+    )
+}
+
+
+def technique(name: str) -> Technique:
+    """Return a technique by name.
+
+    Raises:
+        UsageError: there is none of this name.
+    """
+    if name not in TECHNIQUES:
+        raise UsageError(unknown("technique", name, TECHNIQUES))
+    return TECHNIQUES[name]
