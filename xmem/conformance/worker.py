@@ -7,6 +7,7 @@ the result.
 from __future__ import annotations
 
 import functools
+import math
 import os
 import statistics
 import sys
@@ -136,7 +137,8 @@ def _result(
     return Result(
         case=case,
         status="ok",
-        losses=tuple(losses),
+        device=backend.device,
+        losses=tuple(loss if math.isfinite(loss) else None for loss in losses),
         step_seconds=statistics.median(times),
         step_seconds_spread=max(times) - min(times),
         static_bytes=highest.static_bytes,

@@ -95,7 +95,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
         case: what ran.
         status: how it ended; every status stays in the table.
         reason: why it did not end well, with the remedy where there is one.
-        losses: the loss of every step, warm-up included.
+        device: the device that was used, "cpu" or "cuda"; the case may say "auto".
+        losses: the loss of every step, warm-up included; null where it is not finite.
         step_seconds: median wall time of the measured steps.
         step_seconds_spread: slowest less fastest of them.
         static_bytes: allocated before a measured step.
@@ -125,7 +126,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     case: Case
     status: Status
     reason: str = ""
-    losses: tuple[float, ...] = ()
+    device: str | None = None
+    losses: tuple[float | None, ...] = ()
     step_seconds: float | None = None
     step_seconds_spread: float | None = None
     static_bytes: int | None = None

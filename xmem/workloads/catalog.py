@@ -172,6 +172,8 @@ _SIZES: dict[str, tuple[Callable[..., Workload], dict[str, dict[str, Any]]]] = {
 }  # fmt: skip
 
 WORKLOADS: tuple[str, ...] = tuple(_SIZES)
+DEFAULT_WORKLOADS: tuple[str, ...] = ("mlp", "resnet18", "bert", "gpt2", "unet3d")
+"""What a comparison runs where none is named: one of each kind of architecture."""
 
 
 def workload(name: str, preset: str = "quick") -> Workload:

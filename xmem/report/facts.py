@@ -1,0 +1,137 @@
+"""What a report says besides its figures: where it was made, how bytes were counted, what failed.
+
+As in `xmem.report.tables`, everything here is text that its renderer has yet to make harmless.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from xmem.report.model import Report, Result, Status
+from xmem.report.tables import Cell, Table, case_label, format_seconds, status_cell
+from xmem.sizes import format_size
+
+MEANING = (
+    "Peak is the most memory that live tensors held at once inside one training step, counted"
+    " from what the framework's allocator was asked for; static is what was already there before"
+    " the step (parameters, optimizer state, the batch).",
+    "Techniques change what lies above static, so compare that between techniques on one backend;"
+    " absolute bytes of two frameworks differ also because their kernels need different scratch.",
+)
+SOURCES = {
+    "allocator": "every request to the framework's allocator; exact, not sampled",
+    "cuda": "the framework's own counters of its CUDA allocator; exact, not sampled",
+    "profiler": "the framework's profiler events, where no compiler was there for the allocator",
+}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Cases that ended the same way for the same reason."""
+
+    status: Status
+    cases: tuple[str, ...]
+    reason: str
+
+
+def failures(report: Report) -> tuple[Failure, ...]:
+    """Gather what did not end well, once for each reason."""
+    groups: dict[tuple[Status, str], list[str]] = {}
+    for result in report.results:
+        if result.status != "ok":
+            groups.setdefault((result.status, result.reason), []).append(case_label(result))
+    return tuple(Failure(s, tuple(cases), reason) for (s, reason), cases in groups.items())
+
+
+def warnings(report: Report) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Gather each warning with the cases that gave it, and doubts about the report itself."""
+    groups: dict[str, list[str]] = {}
+    for result in report.results:
+        for message in result.warnings:
+            groups.setdefault(message, []).append(case_label(result))
+    for backend, results in _by_backend(report).items():
+        versions = sorted({r.framework_version for r in results if r.framework_version})
+        if len(versions) > 1:
+            groups[
+                f"results of {backend} come from different versions ({', '.join(versions)});"
+                " run the comparison again without --resume"
+            ] = [case_label(r) for r in results]
+    return tuple((message, tuple(dict.fromkeys(cases))) for message, cases in groups.items())
+
+
+def _by_backend(report: Report) -> dict[str, list[Result]]:
+    found: dict[str, list[Result]] = {}
+    for result in report.results:
+        found.setdefault(result.case.backend, []).append(result)
+    return found
+
+
+def machine_table(report: Report) -> Table:
+    """Where the report was made, and with what."""
+    cases = [r.case for r in report.results]
+    total = [r.seconds for r in report.results if r.seconds is not None]
+    limits = {c.limit_bytes for c in cases}
+    facts = [
+        ("Machine", report.machine.system),
+        ("Processors", str(report.machine.processor_count)),
+        ("Memory", format_size(report.machine.memory_bytes)),
+        ("Python", report.machine.python),
+        ("xmem", report.xmem_version),
+        ("Made", report.created),
+        ("Preset", _listed({c.preset for c in cases})),
+        ("Device asked for", _listed({c.device for c in cases})),
+        ("CPU threads", _listed({str(c.threads) for c in cases})),
+        ("Cases", f"{len(cases)}, {format_seconds(sum(total))} in all"),
+    ]
+    if limits - {None}:
+        facts.append(("Memory limit", _listed({format_size(limit) for limit in limits})))
+    return Table("Machine", ("What", "Value"), 0, tuple((Cell(a), Cell(b)) for a, b in facts))
+
+
+def backends_table(report: Report) -> Table:
+    """The backends with their versions, and how each counted bytes."""
+    rows = []
+    for name, results in _by_backend(report).items():
+        sources = sorted({r.source for r in results if r.source})
+        rows.append(
+            (
+                Cell(name),
+                Cell(_listed({r.framework_version for r in results})),
+                Cell(_listed({r.distribution for r in results})),
+                Cell(_listed({r.device for r in results})),
+                Cell("; ".join(f"{s}: {SOURCES.get(s, 'as the backend says')}" for s in sources)),
+            )
+        )
+    return Table(
+        "Backends and how bytes were counted",
+        ("Backend", "Framework version", "Distribution", "Device", "Bytes counted by"),
+        0,
+        tuple(rows),
+    )
+
+
+def statuses_table(report: Report) -> Table:
+    """How many cases of each backend ended how."""
+    rows = []
+    for name, results in _by_backend(report).items():
+        for status in dict.fromkeys(r.status for r in results):
+            count = sum(r.status == status for r in results)
+            rows.append((Cell(name), status_cell(status), Cell(str(count))))
+    return Table("How cases ended", ("Backend", "Status", "Cases"), 1, tuple(rows))
+
+
+def settings_table(report: Report) -> Table | None:
+    """The framework flags that change memory or time; None where none is known."""
+    rows = []
+    for name, results in _by_backend(report).items():
+        keys = dict.fromkeys(key for r in results for key in r.settings)
+        for key in keys:
+            values = {r.settings[key] for r in results if key in r.settings}
+            rows.append((Cell(name), Cell(key), Cell(_listed(values))))
+    if not rows:
+        return None
+    return Table("Framework settings", ("Backend", "Setting", "Value"), 0, tuple(rows))
+
+
+def _listed(values: set[str | None] | set[str]) -> str:
+    return ", ".join(sorted(v for v in values if v)) or "-"

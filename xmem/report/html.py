@@ -1,0 +1,76 @@
+"""A report as one HTML file that loads nothing from anywhere."""
+
+from __future__ import annotations
+
+from xmem.report import facts
+from xmem.report.model import Report
+from xmem.report.tables import (
+    Table,
+    categories_table,
+    clean,
+    frameworks_table,
+    results_table,
+)
+
+_FIGURES = ("above_static", "tradeoff", "by_category")
+
+
+def html(report: Report) -> str:
+    """Return the whole report, plotly.js included once."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("xmem.report"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["clean"] = clean
+    figures = _figures(report)
+    return environment.get_template("report.html").render(
+        report=report,
+        meaning=facts.MEANING,
+        figures=figures,
+        plotly=_plotly_script() if figures else "",
+        statuses=facts.statuses_table(report),
+        tables=_present(results_table(report), frameworks_table(report), categories_table(report)),
+        failures=facts.failures(report),
+        warnings=facts.warnings(report),
+        background=_present(
+            facts.backends_table(report), facts.machine_table(report), facts.settings_table(report)
+        ),
+    )
+
+
+def _present(*tables: Table | None) -> list[Table]:
+    return [t for t in tables if t is not None]
+
+
+def _figures(report: Report) -> list[str]:
+    """Return each figure as a piece of HTML. plotly escapes `<` and `>` inside its JSON."""
+    import plotly.io
+
+    from xmem.report import plots
+
+    pieces = []
+    for name in _FIGURES:
+        figure = getattr(plots, name)(report)
+        if figure is not None:
+            pieces.append(
+                plotly.io.to_html(
+                    figure,
+                    full_html=False,
+                    include_plotlyjs=False,
+                    div_id=f"figure-{name}",
+                    config={"displaylogo": False, "responsive": True},
+                )
+            )
+    return pieces
+
+
+def _plotly_script() -> str:
+    from plotly.offline import get_plotlyjs
+
+    script: str = get_plotlyjs()
+    return script
