@@ -198,7 +198,7 @@ def load(name: str, device: str) -> Backend:
     return Backend(
         name=name,
         device=session.device,
-        framework_version=session.framework_version,
+        framework_version=str(session.framework_version),
         distribution=_distribution(main),
         capabilities=offered,
         **parts,

@@ -51,8 +51,9 @@ def gpu_process_bytes() -> int | None:
             for entry in pynvml.nvmlDeviceGetComputeRunningProcesses(handle):
                 if entry.pid == os.getpid() and entry.usedGpuMemory is not None:
                     total += int(entry.usedGpuMemory)
-        return total or None
     except pynvml.NVMLError:
         return None
+    else:
+        return total or None
     finally:
         pynvml.nvmlShutdown()

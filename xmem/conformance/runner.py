@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -136,10 +137,8 @@ def _environment(case: Case) -> dict[str, str]:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """End a worker and whatever it started (compilers)."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 

@@ -52,7 +52,7 @@ class Workload:
 def _mlp(preset: str, *, depth: int, width: int, batch: int) -> Workload:
     shape = (batch, width)
     model = models.mlp(depth=depth, width=width)
-    return Workload("mlp", preset, model, "real", shape, shape, "mse", 0)
+    return Workload("mlp", preset, model, "real", shape, shape, "mse", 0, learning_rate=1e-4)
 
 
 def _resnet(
@@ -64,7 +64,7 @@ def _resnet(
     )
     shape = (batch, 3, image, image)
     return Workload(
-        name, preset, model, "real", shape, (batch,), "cross_entropy", classes, learning_rate=1e-4
+        name, preset, model, "real", shape, (batch,), "cross_entropy", classes, learning_rate=2e-5
     )
 
 
@@ -114,7 +114,7 @@ _SIZES: dict[str, tuple[Callable[..., Workload], dict[str, dict[str, Any]]]] = {
     "resnet18": (
         lambda preset, **size: _resnet("resnet18", preset, **size),
         {
-            "quick": {"width": 32, "image": 64, "batch": 8, "classes": 10},
+            "quick": {"width": 16, "image": 64, "batch": 32, "classes": 10},
             "standard": {"width": 64, "image": 128, "batch": 8, "classes": 100},
             "paper": {"width": 64, "image": 224, "batch": 64, "classes": 1000},
         },
@@ -122,7 +122,7 @@ _SIZES: dict[str, tuple[Callable[..., Workload], dict[str, dict[str, Any]]]] = {
     "resnet50": (
         lambda preset, **size: _resnet("resnet50", preset, **size),
         {
-            "quick": {"width": 16, "image": 64, "batch": 8, "classes": 10},
+            "quick": {"width": 16, "image": 64, "batch": 16, "classes": 10},
             "standard": {"width": 64, "image": 128, "batch": 4, "classes": 100},
             "paper": {"width": 64, "image": 224, "batch": 32, "classes": 1000},
         },

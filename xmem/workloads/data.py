@@ -24,7 +24,7 @@ def _start(parameter: Parameter, generator: np.random.Generator) -> Array:
         return np.zeros(parameter.shape, np.float32)
     if parameter.start == "ones":
         return np.ones(parameter.shape, np.float32)
-    scale = 0.02 if parameter.start == "small" else 1 / math.sqrt(parameter.fan_in)
+    scale = 0.02 if parameter.start == "small" else parameter.gain / math.sqrt(parameter.fan_in)
     return (generator.standard_normal(parameter.shape, dtype=np.float32) * scale).astype(np.float32)
 
 

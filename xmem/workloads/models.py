@@ -28,6 +28,10 @@ from xmem.workloads.spec import (
 )
 
 
+# Keeps the variance of a normal signal through Linear and GELU: 1 / sqrt(E[gelu(x)^2]).
+_GELU_GAIN = 1.53
+
+
 def sequence(**layers: Layer) -> Sequential:
     """Return the layers one after the other under their keyword names."""
     return Sequential(tuple(layers.items()))
@@ -40,7 +44,8 @@ def numbered(layers: list[Layer]) -> Sequential:
 
 def mlp(*, depth: int, width: int) -> Layer:
     """A deep chain: (batch, width) -> (batch, width); each block is Linear and GELU."""
-    block = Block(sequence(linear=Linear(width, width), gelu=Activation("gelu")))
+    linear = Linear(width, width, gain=_GELU_GAIN)
+    block = Block(sequence(linear=linear, gelu=Activation("gelu")))
     return sequence(blocks=numbered([block] * depth), head=Linear(width, width))
 
 
@@ -131,7 +136,7 @@ def resnet(*, counts: tuple[int, ...], bottleneck: bool, width: int, classes: in
         pool=MaxPool(2, 3, 2, 1),
         blocks=numbered(blocks),
         average=GlobalAveragePool(2),
-        head=Linear(inputs, classes),
+        head=Linear(inputs, classes, gain=0.1),
     )
 
 

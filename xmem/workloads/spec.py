@@ -15,10 +15,14 @@ ActivationName = Literal["gelu", "relu"]
 
 @dataclass(frozen=True)
 class Linear:
-    """(..., inputs) -> (..., outputs); weight (outputs, inputs), bias (outputs,)."""
+    """(..., inputs) -> (..., outputs); weight (outputs, inputs), bias (outputs,).
+
+    Weights start normal with standard deviation gain / sqrt(inputs).
+    """
 
     inputs: int
     outputs: int
+    gain: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -173,13 +177,15 @@ class Parameter:
 
     Attributes:
         shape: its shape.
-        start: "fan_in" (normal, 1/sqrt(fan_in)), "small" (normal, 0.02), "ones" or "zeros".
+        start: "fan_in" (normal, gain / sqrt(fan_in)), "small" (normal, 0.02), "ones" or "zeros".
         fan_in: inputs per output, for "fan_in".
+        gain: factor on the standard deviation, for "fan_in".
     """
 
     shape: tuple[int, ...]
     start: Literal["fan_in", "small", "ones", "zeros"]
     fan_in: int = 1
+    gain: float = 1.0
 
 
 def children(layer: Layer) -> tuple[tuple[str, Layer], ...]:
@@ -206,8 +212,8 @@ def parameters(layer: Layer, path: str = "") -> Iterator[tuple[str, Parameter]]:
 
 def _own_parameters(layer: Layer) -> list[tuple[str, Parameter]]:
     match layer:
-        case Linear(inputs, outputs):
-            return _affine((outputs, inputs), inputs, outputs)
+        case Linear(inputs, outputs, gain):
+            return _affine((outputs, inputs), inputs, outputs, gain)
         case Conv(axes, inputs, outputs, kernel, bias=bias):
             shape = (outputs, inputs) + (kernel,) * axes
             weights = _affine(shape, inputs * kernel**axes, outputs)
@@ -234,8 +240,10 @@ def _own_parameters(layer: Layer) -> list[tuple[str, Parameter]]:
             return []
 
 
-def _affine(shape: tuple[int, ...], fan_in: int, outputs: int) -> list[tuple[str, Parameter]]:
+def _affine(
+    shape: tuple[int, ...], fan_in: int, outputs: int, gain: float = 1.0
+) -> list[tuple[str, Parameter]]:
     return [
-        ("weight", Parameter(shape, "fan_in", fan_in)),
+        ("weight", Parameter(shape, "fan_in", fan_in, gain)),
         ("bias", Parameter((outputs,), "zeros")),
     ]

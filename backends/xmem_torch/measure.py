@@ -1,0 +1,159 @@
+"""Exact bytes on PyTorch (2.13): see `sources.py` for where they come from.
+
+Relies on torch.autograd.backward and torch.autograd.grad being the doors to backward. Blind spots
+on a CPU: shared memory, `from_numpy`, memory maps, and what oneDNN and MKL keep for themselves.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from xmem.containers import leaves
+from xmem.errors import XmemWarning
+from xmem.native.build import find_compiler
+from xmem.protocols import Category, Counters, Tagged
+from xmem_torch.sources import AllocatorSource, CudaSource, ProfilerSource, Source
+
+_CATEGORY_GAP = "only xmem's own allocator sees single blocks; {0} reports totals"
+
+
+class Measure:
+    """Counts bytes; see `xmem.protocols.Measure`."""
+
+    def __init__(self, device: str) -> None:
+        self._source = _choose_source(device)
+        self.gaps: Mapping[str, str] = {}
+        if not isinstance(self._source, AllocatorSource):
+            self.gaps = {"by_category": _CATEGORY_GAP.format(self._source.name)}
+
+    @property
+    def source(self) -> str:
+        """How bytes are counted."""
+        return self._source.name
+
+    def synchronize(self) -> None:
+        """Wait for the device; on a CPU everything has been executed already."""
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+
+    def counters(self) -> Counters:
+        """Read the counters."""
+        return self._source.counters()
+
+    def reset_peak(self) -> None:
+        """Restart the peaks."""
+        self._source.reset_peak()
+
+    def set_limit(self, limit_bytes: int | None) -> None:
+        """Refuse allocations beyond it with torch.OutOfMemoryError."""
+        self._source.set_limit(limit_bytes)
+
+    def owned(self, model: Any, optimizer: Any, inputs: Any) -> Mapping[Category, Sequence[Any]]:
+        """Ask the modules and the optimizer."""
+        modules = leaves(model, torch.nn.Module)
+        parameters = [p for m in modules for p in m.parameters()]
+        state = [] if optimizer is None else leaves(list(optimizer.state.values()), torch.Tensor)
+        return {
+            "parameter": parameters,
+            "buffer": [b for m in modules for b in m.buffers()],
+            "gradient": [p.grad for p in parameters if p.grad is not None],
+            "optimizer": state,
+            "input": leaves(inputs, torch.Tensor),
+        }
+
+    def tag(self, category: Category, tensors: Iterable[Any]) -> Tagged:
+        """Tag the storages behind the tensors."""
+        sizes = {}
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage.nbytes() and storage.data_ptr():
+                sizes[storage.data_ptr()] = storage.nbytes()
+        tagged_bytes, ours = self._source.tag(category, list(sizes))
+        untracked = sum(size for size, own in zip(sizes.values(), ours, strict=True) if not own)
+        return Tagged(sum(ours), tagged_bytes, untracked)
+
+    def tag_untagged(self, category: Category) -> None:
+        """Tag what nobody has claimed."""
+        self._source.tag_untagged(category, since_reset=False)
+
+    def peak_by_category(self) -> dict[Category, int] | None:
+        """Return the breakdown at the peak; None without our allocator."""
+        return self._source.peak_by_category()
+
+    def watch(
+        self, model: Any, optimizer: Any, record: Callable[[str], None]
+    ) -> AbstractContextManager[None]:
+        """Follow backward through its two doors, and optimizer steps through their own hooks."""
+        return self._watch(model, record)
+
+    @contextmanager
+    def _watch(self, model: Any, record: Callable[[str], None]) -> Iterator[None]:
+        depth = 0
+
+        def around(function: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(function)
+            def run(*args: Any, **kwargs: Any) -> Any:
+                nonlocal depth
+                outermost = depth == 0
+                if outermost:  # recomputation may call backward inside backward
+                    self._source.tag_untagged("activation", since_reset=True)
+                    record("backward")
+                depth += 1
+                try:
+                    return function(*args, **kwargs)
+                finally:
+                    depth -= 1
+                    if outermost:
+                        self.tag("gradient", self.owned(model, None, None)["gradient"])
+                        record("backward_end")
+
+            return run
+
+        doors = {name: getattr(torch.autograd, name) for name in ("backward", "grad")}
+        hook = register_optimizer_step_post_hook(lambda *_: record("optimizer_end"))
+        self._source.start()
+        try:
+            for name, function in doors.items():
+                setattr(torch.autograd, name, around(function))
+            yield
+        finally:
+            for name, function in doors.items():
+                setattr(torch.autograd, name, function)
+            hook.remove()
+            self._source.stop()
+
+    def settings(self) -> dict[str, str]:
+        """Return threads, libraries and allocator settings."""
+        found = {
+            "threads": str(torch.get_num_threads()),
+            "mkldnn": str(torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled),
+            "float32_matmul_precision": torch.get_float32_matmul_precision(),
+            "deterministic_algorithms": str(torch.are_deterministic_algorithms_enabled()),
+        }
+        for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "THP_MEM_ALLOC_ENABLE"):
+            if variable in os.environ:
+                found[variable] = os.environ[variable]
+        return found
+
+
+def _choose_source(device: str) -> Source:
+    if device == "cuda":
+        return CudaSource()
+    compiler = find_compiler()
+    if compiler is not None:
+        return AllocatorSource(compiler)
+    warnings.warn(
+        "no C++ compiler was found, so bytes are counted by PyTorch's profiler: exact, slower, and"
+        " without categories or limits. Install g++ for xmem's own allocator.",
+        XmemWarning,
+        stacklevel=2,
+    )
+    return ProfilerSource()

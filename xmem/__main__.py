@@ -1,0 +1,5 @@
+"""`python -m xmem`: the command line."""
+
+from xmem.cli import main
+
+main(prog_name="xmem")
