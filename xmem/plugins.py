@@ -47,6 +47,7 @@ class BackendInfo:
         usable: its framework is installed and its module loads.
         reason: why it is not usable, with the remedy; empty when it is.
         framework_version: the version of the framework, or None.
+        framework: how its framework is recognised, or None if the module does not load.
     """
 
     name: str
@@ -54,6 +55,7 @@ class BackendInfo:
     usable: bool
     reason: str
     framework_version: str | None
+    framework: Framework | None = None
 
 
 def _entry_points() -> dict[str, list[metadata.EntryPoint]]:
@@ -157,18 +159,28 @@ def backend_infos() -> list[BackendInfo]:
 def _info(name: str, points: list[metadata.EntryPoint]) -> BackendInfo:
     owner = _distribution(points[0])
     version = None
+    framework = None
     try:
         manager, main = _load_manager(name)
         owner = _distribution(main)
         framework = _framework_of(manager, name)
         _require_framework(name, framework)
     except BackendError as error:
-        return BackendInfo(name, owner, usable=False, reason=str(error), framework_version=None)
+        return BackendInfo(
+            name,
+            owner,
+            usable=False,
+            reason=str(error),
+            framework_version=None,
+            framework=framework,
+        )
     try:
         version = metadata.version(framework.distribution)
     except metadata.PackageNotFoundError:
         version = None
-    return BackendInfo(name, owner, usable=True, reason="", framework_version=version)
+    return BackendInfo(
+        name, owner, usable=True, reason="", framework_version=version, framework=framework
+    )
 
 
 def load(name: str, device: str) -> Backend:

@@ -46,11 +46,15 @@ class Framework:
         module: the import name, e.g. "torch".
         distribution: the name on the package index, for its version.
         install_hint: the command that installs it.
+        companions: distributions that it is slow or incomplete without on this system.
+        first_run_note: what a person should know before it runs for the first time.
     """
 
     module: str
     distribution: str
     install_hint: str
+    companions: tuple[str, ...] = ()
+    first_run_note: str = ""
 
 
 @dataclass(frozen=True)

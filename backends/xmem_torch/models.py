@@ -188,7 +188,7 @@ def _spatial(layer: spec.Layer) -> nn.Module:
             return _CONV[axes](inputs, outputs, kernel, stride, padding, bias=bias)
         case spec.ConvTranspose(axes, inputs, outputs, kernel):
             return _CONV_TRANSPOSE[axes](inputs, outputs, kernel, kernel)
-        case spec.BatchNorm(axes, channels):
+        case spec.BatchNorm(axes, channels, _):
             return _BATCH_NORM[axes](channels)
         case spec.GroupNorm(groups, channels):
             return nn.GroupNorm(groups, channels)

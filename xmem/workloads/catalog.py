@@ -64,7 +64,7 @@ def _resnet(
     )
     shape = (batch, 3, image, image)
     return Workload(
-        name, preset, model, "real", shape, (batch,), "cross_entropy", classes, learning_rate=2e-5
+        name, preset, model, "real", shape, (batch,), "cross_entropy", classes, learning_rate=1e-4
     )
 
 

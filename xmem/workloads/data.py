@@ -22,8 +22,8 @@ def _generator(workload: Workload, name: str) -> np.random.Generator:
 def _start(parameter: Parameter, generator: np.random.Generator) -> Array:
     if parameter.start == "zeros":
         return np.zeros(parameter.shape, np.float32)
-    if parameter.start == "ones":
-        return np.ones(parameter.shape, np.float32)
+    if parameter.start == "constant":
+        return np.full(parameter.shape, parameter.gain, np.float32)
     scale = 0.02 if parameter.start == "small" else parameter.gain / math.sqrt(parameter.fan_in)
     return (generator.standard_normal(parameter.shape, dtype=np.float32) * scale).astype(np.float32)
 

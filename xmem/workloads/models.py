@@ -30,6 +30,9 @@ from xmem.workloads.spec import (
 
 # Keeps the variance of a normal signal through Linear and GELU: 1 / sqrt(E[gelu(x)^2]).
 _GELU_GAIN = 1.53
+# The last normalisation of a residual branch starts small (Goyal et al., 2017, start it at 0), so
+# that fifty layers are well conditioned and half precision can be compared with float32 at all.
+_RESIDUAL_GAIN = 0.2
 
 
 def sequence(**layers: Layer) -> Sequential:
@@ -91,10 +94,12 @@ def bert(*, layers: int, width: int, heads: int, vocabulary: int, positions: int
     )
 
 
-def _conv_norm(inputs: int, outputs: int, kernel: int, stride: int = 1) -> Sequential:
+def _conv_norm(
+    inputs: int, outputs: int, kernel: int, stride: int = 1, *, gain: float = 1.0
+) -> Sequential:
     return sequence(
         conv=Conv(2, inputs, outputs, kernel, stride, kernel // 2, bias=False),
-        norm=BatchNorm(2, outputs),
+        norm=BatchNorm(2, outputs, gain),
     )
 
 
@@ -107,13 +112,13 @@ def _residual_block(inputs: int, outputs: int, stride: int, *, bottleneck: bool)
             relu1=relu,
             conv=_conv_norm(inner, inner, 3, stride),
             relu2=relu,
-            expand=_conv_norm(inner, outputs, 1),
+            expand=_conv_norm(inner, outputs, 1, gain=_RESIDUAL_GAIN),
         )
     else:
         body = sequence(
             conv1=_conv_norm(inputs, outputs, 3, stride),
             relu=relu,
-            conv2=_conv_norm(outputs, outputs, 3),
+            conv2=_conv_norm(outputs, outputs, 3, gain=_RESIDUAL_GAIN),
         )
     same = stride == 1 and inputs == outputs
     shortcut = None if same else _conv_norm(inputs, outputs, 1, stride)

@@ -50,10 +50,11 @@ class ConvTranspose:
 
 @dataclass(frozen=True)
 class BatchNorm:
-    """Batch normalisation over (batch, *space), momentum 0.1, eps 1e-5."""
+    """Batch normalisation over (batch, *space), momentum 0.1, eps 1e-5; weight starts at gain."""
 
     axes: Literal[2, 3]
     channels: int
+    gain: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -177,13 +178,14 @@ class Parameter:
 
     Attributes:
         shape: its shape.
-        start: "fan_in" (normal, gain / sqrt(fan_in)), "small" (normal, 0.02), "ones" or "zeros".
+        start: "fan_in" (normal, gain / sqrt(fan_in)), "small" (normal, 0.02),
+            "constant" (gain) or "zeros".
         fan_in: inputs per output, for "fan_in".
-        gain: factor on the standard deviation, for "fan_in".
+        gain: factor on the standard deviation, or the constant.
     """
 
     shape: tuple[int, ...]
-    start: Literal["fan_in", "small", "ones", "zeros"]
+    start: Literal["fan_in", "small", "constant", "zeros"]
     fan_in: int = 1
     gain: float = 1.0
 
@@ -220,11 +222,10 @@ def _own_parameters(layer: Layer) -> list[tuple[str, Parameter]]:
             return weights if bias else weights[:1]
         case ConvTranspose(axes, inputs, outputs, kernel):
             return _affine((inputs, outputs) + (kernel,) * axes, inputs, outputs)
-        case BatchNorm(_, width) | LayerNorm(width) | GroupNorm(_, width):
-            return [
-                ("weight", Parameter((width,), "ones")),
-                ("bias", Parameter((width,), "zeros")),
-            ]
+        case BatchNorm(_, width, gain):
+            return _scale(width, gain)
+        case LayerNorm(width) | GroupNorm(_, width):
+            return _scale(width, 1.0)
         case Embedding(vocabulary, positions, width):
             return [
                 ("token.weight", Parameter((vocabulary, width), "small")),
@@ -238,6 +239,13 @@ def _own_parameters(layer: Layer) -> list[tuple[str, Parameter]]:
             ]
         case _:
             return []
+
+
+def _scale(width: int, gain: float) -> list[tuple[str, Parameter]]:
+    return [
+        ("weight", Parameter((width,), "constant", gain=gain)),
+        ("bias", Parameter((width,), "zeros")),
+    ]
 
 
 def _affine(

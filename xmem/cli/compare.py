@@ -1,0 +1,288 @@
+"""`xmem compare`: the matrix of workloads, techniques and backends, and its report."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from xmem.errors import ReportError
+
+if TYPE_CHECKING:
+    from xmem.cli.progress import LiveProgress, PlainProgress
+    from xmem.report.model import Case, Report, Result
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal ended the run."""
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__()
+        self.exit_code = 128 + signal_number
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is to be run and where it goes."""
+
+    cases: list[Case]
+    folder: Path
+    resume: bool
+    timeout_seconds: float
+    as_json: bool
+
+    @property
+    def case_folder(self) -> Path:
+        """The folder of single results."""
+        return self.folder / "cases"
+
+
+@click.command()
+@click.option(
+    "--backend",
+    "backends",
+    multiple=True,
+    metavar="NAME",
+    help="Backend to run; may be repeated. Default: all that are usable.",
+)
+@click.option(
+    "--workload",
+    "workloads",
+    multiple=True,
+    metavar="NAME",
+    help="Workload to train; may be repeated. Default: mlp, resnet18, bert, gpt2, unet3d.",
+)
+@click.option(
+    "--technique",
+    "techniques",
+    multiple=True,
+    metavar="NAME",
+    help="Technique to apply; may be repeated. Default: all.",
+)
+@click.option(
+    "--preset",
+    default="quick",
+    show_default=True,
+    metavar="NAME",
+    help="How large: quick, standard or paper.",
+)
+@click.option(
+    "--device", default="auto", show_default=True, metavar="NAME", help="auto, cpu or cuda."
+)
+@click.option(
+    "--threads",
+    default=2,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="CPU threads; peaks depend on them.",
+)
+@click.option(
+    "--timeout",
+    "timeout_seconds",
+    default=1800.0,
+    show_default=True,
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="End a case that takes longer.",
+)
+@click.option(
+    "--limit",
+    default=None,
+    metavar="SIZE",
+    help="Refuse allocations beyond this many live bytes, e.g. 64MiB.",
+)
+@click.option(
+    "-o",
+    "--output",
+    "folder",
+    default="xmem-report",
+    show_default=True,
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Where results and reports go.",
+)
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print only the report, as JSON, on stdout; progress goes to stderr.",
+)
+@click.option(
+    "--resume", is_flag=True, help="Keep results of the same cases that are already in DIR."
+)
+def command(
+    *,
+    backends: Sequence[str],
+    workloads: Sequence[str],
+    techniques: Sequence[str],
+    preset: str,
+    device: str,
+    threads: int,
+    timeout_seconds: float,
+    limit: str | None,
+    folder: Path,
+    as_json: bool,
+    resume: bool,
+) -> None:
+    """Train the same workloads on every backend with every technique and compare memory.
+
+    Every case runs in a process of its own; one that crashes, hangs or runs out of memory is a
+    row, and the rest still runs. Writes DIR/report.json, report.md, report.html and
+    DIR/cases/*.json.
+
+    Exit status: 0 if every case is ok or unsupported (with --limit, out of memory is fine, too);
+    1 if one ended with an error, a timeout, out of memory or an unavailable framework; 2 if the
+    command line is wrong or no backend is usable; 130 after Ctrl-C. Whether losses agree is
+    shown here and judged by `xmem conformance`.
+    """
+    from xmem.cli.selection import check_names, choose_backends
+    from xmem.conformance.runner import matrix
+    from xmem.conformance.techniques import TECHNIQUES
+    from xmem.sizes import parse_size
+    from xmem.workloads import DEFAULT_WORKLOADS
+
+    check_names(workloads, techniques, preset, device)
+    limit_bytes = parse_size(limit) if limit is not None else None
+    chosen, left_out = choose_backends(backends)
+    run = Run(
+        cases=matrix(
+            [info.name for info in chosen],
+            list(dict.fromkeys(workloads or DEFAULT_WORKLOADS)),
+            # Savings are shown as rows come, so what they are held against comes first.
+            sorted(dict.fromkeys(techniques or TECHNIQUES), key=lambda name: name != "baseline"),
+            preset=preset,
+            device=device,
+            threads=threads,
+            limit_bytes=limit_bytes,
+        ),
+        folder=folder,
+        resume=resume,
+        timeout_seconds=timeout_seconds,
+        as_json=as_json,
+    )
+    notes = [f"{info.name} is left out: {info.reason}" for info in left_out]
+    notes += [n for info in chosen if info.framework and (n := info.framework.first_run_note)]
+    if techniques and "baseline" not in techniques:
+        notes.append("no savings are shown without --technique baseline")
+    sys.exit(_run(run, notes, limited=limit_bytes is not None))
+
+
+def _run(run: Run, notes: list[str], *, limited: bool) -> int:
+    notes = notes + _prepare(run)
+    results: list[Result] = []
+    stopped = None
+    with _signals_raise(), _progress(run) as progress:
+        for note in notes:
+            progress.say(note)
+        try:
+            _collect(run, results, progress)
+        except KeyboardInterrupt as interrupt:
+            stopped = interrupt
+    if results:
+        _report(run, results)
+    if stopped is not None:
+        again = "" if run.resume else " again with --resume"
+        click.echo(
+            f"interrupted after {len(results)} of {len(run.cases)} cases; run the same command"
+            f"{again} to go on from there",
+            err=True,
+        )
+        return stopped.exit_code if isinstance(stopped, Stopped) else 130
+    return exit_code(results, limited=limited)
+
+
+def exit_code(results: Sequence[Result], *, limited: bool) -> int:
+    """Return 0 if every case ended in a way that was to be expected."""
+    expected = {"ok", "unsupported"} | ({"out_of_memory"} if limited else set())
+    return 0 if all(r.status in expected for r in results) else 1
+
+
+def _prepare(run: Run) -> list[str]:
+    """Make the folder, and clear results of these cases that are not to be kept."""
+    from xmem.conformance.runner import finished, result_path
+
+    try:
+        run.case_folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ReportError(f"cannot write to {run.folder}: {error.strerror}") from error
+    if run.resume:
+        kept = sum(finished(case, run.case_folder) is not None for case in run.cases)
+        return [f"{kept} of {len(run.cases)} cases are taken from {run.case_folder}"]
+    # Else an interrupted run would, resumed, take older results for its own.
+    there = [p for c in run.cases if (p := result_path(c, run.case_folder)).exists()]
+    for path in there:
+        path.unlink()
+    return [f"{len(there)} results in {run.case_folder} are replaced"] if there else []
+
+
+def _collect(run: Run, results: list[Result], progress: LiveProgress | PlainProgress) -> None:
+    from xmem.conformance.runner import run_cases
+    from xmem.report.compare import BASELINE, compare_technique, settings_key
+
+    baselines: dict[Case, Result] = {}
+    coming = run_cases(
+        run.cases, run.case_folder, resume=run.resume, timeout_seconds=run.timeout_seconds
+    )
+    for case in run.cases:
+        progress.begin(case)
+        result = next(coming)
+        results.append(result)
+        key = settings_key(case, technique=BASELINE)
+        if case.technique == BASELINE and result.status == "ok":
+            baselines[key] = result
+        progress.end(compare_technique(result, baselines.get(key)))
+
+
+def _progress(run: Run) -> LiveProgress | PlainProgress:
+    from xmem.cli.progress import LiveProgress, PlainProgress
+
+    stream = sys.stderr if run.as_json else sys.stdout
+    if stream.isatty():
+        return LiveProgress(stream, run.cases)
+    return PlainProgress(stream, len(run.cases))
+
+
+def _report(run: Run, results: list[Result]) -> None:
+    from xmem.report.write import make_report, write_report
+
+    report = make_report(results)
+    paths = write_report(report, run.folder)
+    if run.as_json:
+        click.echo(paths[0].read_text(encoding="utf-8"), nl=False)
+        return
+    _summary(report)
+    click.echo(f"results:  {run.case_folder}")
+    for path in paths:
+        click.echo(f"report:   {path}")
+
+
+def _summary(report: Report) -> None:
+    from xmem.cli.output import print_table
+    from xmem.report.facts import statuses_table
+    from xmem.report.tables import frameworks_table
+
+    for table in (frameworks_table(report), statuses_table(report)):
+        if table is not None:
+            click.echo(f"\n{table.title}")
+            print_table(table)
+
+
+@contextmanager
+def _signals_raise() -> Iterator[None]:
+    """Let a polite end (kill, a closed terminal) save what is done, as Ctrl-C does."""
+    import signal
+
+    def stop(number: int, frame: Any) -> None:
+        raise Stopped(number)
+
+    before = {n: signal.signal(n, stop) for n in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,144 @@
+"""Show cases as they come: a table that grows above a bar on a terminal, else lines."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import IO, TYPE_CHECKING, Protocol
+
+import click
+
+from xmem.report.tables import (
+    STATUS_TONES,
+    clean,
+    format_factor,
+    format_seconds,
+    status_cell,
+)
+from xmem.report.text import plain_line, remarks, styled
+from xmem.sizes import format_size
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from xmem.report.compare import TechniqueComparison
+    from xmem.report.model import Case
+
+
+class Progress(Protocol):
+    """Someone is told of every case."""
+
+    def say(self, message: str) -> None:
+        """Say something that is no result."""
+
+    def begin(self, case: Case) -> None:
+        """Say that a case starts."""
+
+    def end(self, comparison: TechniqueComparison) -> None:
+        """Say how a case ended."""
+
+
+class PlainProgress(AbstractContextManager["PlainProgress"]):
+    """One line per case, flushed at once, without colours: for pipes, logs and CI."""
+
+    def __init__(self, stream: IO[str], count: int) -> None:
+        self._stream = stream
+        self._count = count
+        self._done = 0
+
+    def __exit__(self, *_: object) -> None:
+        """Do nothing: every line is out."""
+
+    def say(self, message: str) -> None:
+        """Print a line."""
+        click.echo(clean(message), file=self._stream)
+
+    def begin(self, case: Case) -> None:
+        """Print nothing; the line comes with the result."""
+
+    def end(self, comparison: TechniqueComparison) -> None:
+        """Print the result."""
+        self._done += 1
+        width = len(str(self._count))
+        self.say(f"[{self._done:{width}}/{self._count}] {plain_line(comparison)}")
+
+
+class LiveProgress(AbstractContextManager["LiveProgress"]):
+    """A row per case under one heading, and a bar below that says what runs now."""
+
+    def __init__(self, stream: IO[str], cases: Sequence[Case]) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import Progress as Bar
+
+        self._console = Console(file=stream, highlight=False)
+        self._bar = Bar(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=self._console,
+            transient=True,
+        )
+        self._task = self._bar.add_task("", total=len(cases))
+        self._widths = tuple(
+            max(len(name), *(len(getattr(case, name)) for case in cases))
+            for name in ("workload", "technique", "backend")
+        )
+        self._last_reason = ""
+
+    def __enter__(self) -> LiveProgress:
+        self._row(
+            ("workload", "technique", "backend"),
+            "status", "peak", "above", "saving", "step", "time", style="bold",
+        )  # fmt: skip
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def say(self, message: str) -> None:
+        """Print a line above the bar."""
+        self._console.print(styled(message, "muted"))
+
+    def begin(self, case: Case) -> None:
+        """Name the case beside the bar."""
+        names = f"{case.workload} {case.technique} {case.backend}"
+        self._bar.update(self._task, description=clean(names))
+
+    def end(self, comparison: TechniqueComparison) -> None:
+        """Print the row, and the reason of a bad end the first time it comes."""
+        result = comparison.result
+        case = result.case
+        self._row(
+            (case.workload, case.technique, case.backend),
+            status_cell(result.status).text,
+            format_size(result.peak_allocated_bytes, digits=1),
+            format_size(result.peak_above_static_bytes, digits=1),
+            format_factor(comparison.above_static_saving_factor),
+            format_seconds(result.step_seconds),
+            format_factor(comparison.time_ratio),
+            style={"good": "green", "warn": "yellow", "bad": "red"}.get(
+                STATUS_TONES[result.status], "dim"
+            ),
+        )
+        if result.status != "ok" and result.reason and result.reason != self._last_reason:
+            self._last_reason = result.reason
+            self._console.print(styled(f"  {clean(result.reason)}", "muted"))
+        for remark in remarks(comparison):
+            self._console.print(styled(f"  {remark}", "warn"))
+        self._bar.advance(self._task)
+
+    def _row(self, names: tuple[str, str, str], status: str, *figures: str, style: str) -> None:
+        from rich.text import Text
+
+        left = "  ".join(
+            clean(name).ljust(width) for name, width in zip(names, self._widths, strict=True)
+        )
+        row = Text(f"{left}  ")
+        row.append(f"{status:13}", style=style)
+        widths = (10, 10, 6, 8, 6)
+        row.append("  ".join(f.rjust(w) for f, w in zip(figures, widths, strict=True)))
+        if style == "bold":
+            row.stylize(style)
+        self._console.print(row, no_wrap=True, overflow="ignore", crop=False)
