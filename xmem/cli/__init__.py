@@ -14,12 +14,10 @@ _VERBS = ("backends", "compare", "conformance", "diff", "doctor", "schema")
 _USAGE_ERRORS = (UsageError, BackendNotFoundError, ReportError)
 
 
-class Failure(click.ClickException):
-    """An error of ours as the command line shows it: 2 for what the caller can correct."""
+class WrongInput(click.ClickException):
+    """What the caller can correct; nothing has been run."""
 
-    def __init__(self, error: XmemError) -> None:
-        super().__init__(str(error))
-        self.exit_code = 2 if isinstance(error, _USAGE_ERRORS) else 1
+    exit_code = 2
 
 
 class Verbs(click.Group):
@@ -49,7 +47,8 @@ class Verbs(click.Group):
         try:
             return super().invoke(ctx)
         except XmemError as error:
-            raise Failure(error) from error
+            kind = WrongInput if isinstance(error, _USAGE_ERRORS) else click.ClickException
+            raise kind(str(error)) from error
 
 
 @click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"]})

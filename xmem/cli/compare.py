@@ -280,7 +280,13 @@ def _signals_raise() -> Iterator[None]:
     def stop(number: int, frame: Any) -> None:
         raise Stopped(number)
 
-    before = {n: signal.signal(n, stop) for n in (signal.SIGTERM, signal.SIGHUP)}
+    # A signal that is ignored (SIGHUP under nohup) stays ignored.
+    watched = [
+        number
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) is not signal.SIG_IGN
+    ]
+    before = {number: signal.signal(number, stop) for number in watched}
     try:
         yield
     finally:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import click
 
 
-@click.command(context_settings={"ignore_unknown_options": False})
+@click.command()
 @click.option(
     "--backend",
     "backends",
@@ -50,17 +50,16 @@ def command(
     A front for `python -m pytest --pyargs xmem.conformance -p xmem.conformance.plugin`; what
     follows `--` goes to pytest. The exit status is pytest's; 2 if it could not start.
     """
+    from xmem.cli import WrongInput
     from xmem.cli.selection import check_names, known_backends
 
     known_backends(backends)
     check_names(workloads, techniques, preset or "quick", device or "auto")
     if importlib.util.find_spec("pytest") is None:
-        failure = click.ClickException(
+        raise WrongInput(
             "the conformance suite needs pytest, which is not installed. Install it with:"
             " pip install 'xmem-train[test]'"
         )
-        failure.exit_code = 2
-        raise failure
     options = [("--backend", name) for name in backends]
     options += [("--workload", name) for name in workloads]
     options += [("--technique", name) for name in techniques]

@@ -10,6 +10,7 @@ from xmem.report.model import Case, Report, Result
 from xmem.report.tables import (
     Cell,
     Table,
+    Tone,
     format_change,
     format_factor,
     format_seconds,
@@ -125,5 +126,5 @@ def _peak_change(change: CaseChange, tolerance: float) -> Cell:
         return Cell("-", "muted")
     before = change.peaks[0]
     share = f" ({difference / before:+.1%})" if before and difference else ""
-    tone = "bad" if change.grew(tolerance) else "good" if difference < 0 else ""
+    tone: Tone = "bad" if change.grew(tolerance) else "good" if difference < 0 else ""
     return Cell(f"{format_change(difference)}{share}", tone)

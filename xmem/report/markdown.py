@@ -15,7 +15,7 @@ from xmem.report.tables import (
     results_table,
 )
 
-_SPECIAL = re.compile(r"([\\`*_\[\]<>|~#&$!])")
+_SPECIAL = re.compile(r"([\\`*\[\]<>|~#&$!]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9]))")
 
 
 def escape(text: str) -> str:
@@ -72,7 +72,7 @@ def _failures(report: Report) -> Iterator[str]:
     found = facts.failures(report)
     if not found:
         return
-    yield "## What did not end well"
+    yield "## What did not run to the end"
     yield ""
     for failure in found:
         yield f"- **{escape(failure.status.replace('_', ' '))}**: {_cases(failure.cases)}"

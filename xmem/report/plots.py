@@ -51,6 +51,7 @@ def _figure(title: str, *, height: int = 460) -> Any:
         plot_bgcolor="rgba(0,0,0,0)",
         margin={"l": 70, "r": 20, "t": 60, "b": 90},
         legend={"orientation": "h", "yanchor": "bottom", "y": 1.0, "xanchor": "right", "x": 1},
+        modebar={"bgcolor": "rgba(0,0,0,0)", "color": "#888888", "activecolor": "#0072B2"},
         font={"family": "system-ui, sans-serif", "size": 13},
     )
     return figure
