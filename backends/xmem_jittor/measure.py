@@ -1,0 +1,213 @@
+"""Exact bytes from an allocator of ours inside Jittor: `native/allocator.cc`.
+
+Jittor's own figures do not suffice: `jt.get_mem_info` and `display_memory_info` know what the pool
+holds, not what tensors requested, and no peak between two points.
+
+Where phases begin is known in the order of execution only, so nothing here runs or adds an
+operation: `watch` notes how many graph nodes there are when Python asks for the gradients, and the
+allocator, which sees for which tensor it allocates, knows that backward has begun when the first
+younger tensor is allocated.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jittor as jt
+
+from xmem.errors import MeasurementError, XmemWarning
+from xmem.protocols import CATEGORIES, Category, Counters, Tagged
+from xmem_jittor import native
+
+_CODES: dict[str, int] = {category: code for code, category in enumerate(CATEGORIES)}
+
+# Each hands out memory that views cannot share, and reshape then reads what nobody wrote.
+_BROKEN_FLAGS = {"use_sfrl_allocator": 0, "use_nfef_allocator": 1, "use_stat_allocator": 2}
+_SETTINGS = (
+    "use_cuda",
+    "lazy_execution",
+    "auto_mixed_precision_level",
+    "amp_reg",
+    "no_fuse",
+    "gopt_disable",
+    "use_sfrl_allocator",
+    "use_temp_allocator",
+    "use_stat_allocator",
+    "use_cuda_managed_allocator",
+    "use_cuda_host_allocator",
+    "sfrl_large_block_size_device",
+)
+
+
+class Measure:
+    """Count what Jittor's pool hands out; see `xmem.protocols.Measure`."""
+
+    def __init__(self) -> None:
+        self.gaps: Mapping[str, str] = {
+            "workspaces": "workspaces of cuDNN come from another pool and are not counted",
+        }
+        _refuse_broken_flags()
+        self._library = native.allocator()
+        probe = jt.zeros((1,)).sync()
+        if not self._library.xmem_jittor_install(probe.var_ptr, _CODES["activation"]):
+            raise MeasurementError(
+                "Jittor allocates from a pool that xmem cannot count. Unset its allocator flags"
+                " (use_sfrl_allocator, use_stat_allocator, use_nfef_allocator) and start again."
+            )
+
+    @property
+    def source(self) -> str:
+        """Bytes are counted by the allocator itself."""
+        return "allocator"
+
+    def synchronize(self) -> None:
+        """Run everything that Python still holds a handle of."""
+        jt.sync_all(True)
+
+    def counters(self) -> Counters:
+        """Read the counters."""
+        _refuse_broken_flags()
+        values = (ctypes.c_longlong * 6)()
+        if not self._library.xmem_jittor_counters(values):
+            raise MeasurementError(
+                "Jittor no longer allocates from the pool that xmem counts: one of its allocator"
+                " flags was changed since xmem.use()."
+            )
+        return Counters(*values)
+
+    def reset_peak(self) -> None:
+        """Let the peaks start again from now."""
+        self._library.xmem_jittor_reset_peak()
+
+    def set_limit(self, limit_bytes: int | None) -> None:
+        """Refuse allocations beyond a limit: a RuntimeError that says "out of memory"."""
+        self._library.xmem_jittor_set_limit(-1 if limit_bytes is None else limit_bytes)
+
+    def owned(self, model: Any, optimizer: Any, inputs: Any) -> dict[Category, Sequence[Any]]:
+        """Return the tensors that model, optimizer and inputs own."""
+        held = [p for module in _modules(model) for p in module.parameters()]
+        return {
+            "parameter": [p for p in held if not p.is_stop_grad()],
+            "buffer": [p for p in held if p.is_stop_grad()],
+            "gradient": [g for group in _groups(optimizer) for g in group.get("grads", ())],
+            "optimizer": [v for group in _groups(optimizer) for v in _states(group)],
+            "input": list(_vars(inputs)),
+        }
+
+    def tag(self, category: Category, tensors: Iterable[Any]) -> Tagged:
+        """Give allocations a category; tensors that are not computed yet get it at their birth."""
+        array, count = native.addresses(tensors)
+        values = (ctypes.c_longlong * 3)()
+        self._library.xmem_jittor_tag(array, count, _CODES[category], values)
+        return Tagged(*values)
+
+    def tag_untagged(self, category: Category) -> None:
+        """Give every live allocation that nobody has claimed a category."""
+        self._library.xmem_jittor_tag_unclaimed(_CODES[category])
+
+    def peak_by_category(self) -> dict[Category, int] | None:
+        """Return bytes by category at the peak."""
+        values = (ctypes.c_longlong * len(CATEGORIES))()
+        self._library.xmem_jittor_peak_by_category(values, len(CATEGORIES))
+        return dict(zip(CATEGORIES, values, strict=True))
+
+    @contextmanager
+    def watch(
+        self, model: Any, optimizer: Any, record: Callable[[str], None]
+    ) -> Iterator[None]:
+        """Follow where backward begins: the outermost call of `jt.grad`.
+
+        Jittor shows no other boundary, since it runs gradients and updates interleaved.
+        """
+        original = jt.grad
+        depth = 0
+
+        def grad(loss: Any, targets: Any, retain_graph: bool = True) -> Any:
+            nonlocal depth
+            if depth == 0:
+                self._library.xmem_jittor_mark_backward()
+                record("backward")
+            depth += 1
+            try:
+                found = original(loss, targets, retain_graph)
+            finally:
+                depth -= 1
+            if depth == 0:
+                array, count = native.addresses(_vars(found))
+                self._library.xmem_jittor_expect(array, count, _CODES["gradient"])
+            return found
+
+        jt.grad = grad
+        try:
+            yield
+        finally:
+            jt.grad = original
+            self._library.xmem_jittor_forget_expectations()
+
+    def settings(self) -> dict[str, str]:
+        """Return Jittor's flags that change memory or time."""
+        found = {name: str(getattr(jt.flags, name)) for name in _SETTINGS if _has_flag(name)}
+        found["omp_num_threads"] = os.environ.get("OMP_NUM_THREADS", "all")
+        found["onednn"] = str(jt.compile_extern.mkl_ops is not None)
+        return found
+
+
+def _has_flag(name: str) -> bool:
+    return hasattr(jt.flags, name)
+
+
+def _refuse_broken_flags() -> None:
+    for name, broken in _BROKEN_FLAGS.items():
+        if _has_flag(name) and getattr(jt.flags, name) == broken:
+            raise MeasurementError(
+                f"Jittor runs with {name}={broken}, an allocator that cannot share memory between"
+                " views: its results are silently wrong, and xmem does not count it. Set"
+                f" {name}={1 if broken == 0 else 0}."
+            )
+    if jt.flags.use_stat_allocator == 1:
+        warnings.warn(
+            "Jittor runs with use_stat_allocator=1, which puts another pool in use than the one"
+            " that xmem counts. Set use_stat_allocator=0.",
+            XmemWarning,
+            stacklevel=3,
+        )
+
+
+def _modules(model: Any) -> Iterator[Any]:
+    """Yield the modules in nested containers of modules."""
+    if isinstance(model, jt.Module):
+        yield model
+    elif isinstance(model, Mapping):
+        for part in model.values():
+            yield from _modules(part)
+    elif isinstance(model, Sequence) and not isinstance(model, str):
+        for part in model:
+            yield from _modules(part)
+
+
+def _vars(held: Any) -> Iterator[Any]:
+    """Yield the tensors in nested containers; whatever else is in them is passed over."""
+    if isinstance(held, jt.Var):
+        yield held
+    elif isinstance(held, Mapping):
+        for part in held.values():
+            yield from _vars(part)
+    elif isinstance(held, Sequence) and not isinstance(held, str):
+        for part in held:
+            yield from _vars(part)
+
+
+def _groups(optimizer: Any) -> list[dict[str, Any]]:
+    return list(getattr(optimizer, "param_groups", ()))
+
+
+def _states(group: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield what an optimizer keeps beside parameters and gradients, under whatever names."""
+    for name, held in group.items():
+        if name not in ("params", "grads"):
+            yield from _vars(held)

@@ -1,0 +1,76 @@
+"""The C++ parts: compiled by Jittor's own compiler and flags, loaded beside Jittor's core.
+
+They name symbols of `jittor_core`, which is loaded with global visibility, and are not linked
+against it; so a new version of Jittor, or other flags, needs a new build.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shlex
+from collections.abc import Iterable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import jittor as jt
+
+from xmem.native import Source, compile_library
+
+_FOLDER = Path(__file__).parent
+_Numbers = ctypes.POINTER(ctypes.c_longlong)
+
+
+def _arguments() -> tuple[str, ...]:
+    flags = shlex.split(jt.compiler.cc_flags + jt.compiler.opt_flags)
+    # Libraries: the core is loaded already and the compiler adds its own. The machine's own
+    # instructions gain nothing here, and a cache folder may be shared among machines.
+    left_out = ("-l", "-L", "-march=", "-fdiagnostics-color")
+    return tuple(flag for flag in flags if not flag.startswith(left_out))
+
+
+def _load(name: str) -> ctypes.CDLL:
+    source = Source(
+        path=_FOLDER / f"{name}.cc",
+        compiler=jt.compiler.cc_path,
+        arguments=_arguments(),
+        version=jt.__version__,
+    )
+    return ctypes.CDLL(str(compile_library(source)))
+
+
+@lru_cache(maxsize=1)
+def allocator() -> ctypes.CDLL:
+    """Return the library of `allocator.cc`, its functions declared."""
+    library = _load("allocator")
+    number, many = ctypes.c_longlong, _Numbers
+    library.xmem_jittor_install.argtypes = [number, ctypes.c_int]
+    library.xmem_jittor_counters.argtypes = [many]
+    library.xmem_jittor_reset_peak.argtypes = []
+    library.xmem_jittor_set_limit.argtypes = [number]
+    library.xmem_jittor_tag.argtypes = [many, ctypes.c_int, ctypes.c_int, many]
+    library.xmem_jittor_tag_unclaimed.argtypes = [ctypes.c_int]
+    library.xmem_jittor_peak_by_category.argtypes = [many, ctypes.c_int]
+    library.xmem_jittor_mark_backward.argtypes = []
+    library.xmem_jittor_expect.argtypes = [many, ctypes.c_int, ctypes.c_int]
+    library.xmem_jittor_forget_expectations.argtypes = []
+    library.xmem_jittor_reachable_bytes.restype = number
+    return library
+
+
+@lru_cache(maxsize=1)
+def graph() -> ctypes.CDLL:
+    """Return the library of `graph.cc`, its functions declared."""
+    library = _load("graph")
+    number, many = ctypes.c_longlong, _Numbers
+    library.xmem_jittor_total_node.restype = number
+    library.xmem_jittor_external.argtypes = [
+        many, ctypes.c_int, number, many, ctypes.c_int, many, ctypes.c_int,
+    ]  # fmt: skip
+    return library
+
+
+def addresses(tensors: Iterable[Any]) -> tuple[Any, int]:
+    """Return the addresses of tensors as a C array, with its length."""
+    found = [tensor.var_ptr for tensor in tensors]
+    return (ctypes.c_longlong * max(len(found), 1))(*found), len(found)

@@ -1,0 +1,69 @@
+"""The hooks of the Jittor backend; light, imports neither Jittor nor NumPy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from xmem.hookspecs import hookimpl
+from xmem.protocols import Framework, Session
+
+if TYPE_CHECKING:
+    from xmem_jittor.checkpoint import Checkpoint
+    from xmem_jittor.measure import Measure
+    from xmem_jittor.models import Models
+    from xmem_jittor.precision import Precision
+    from xmem_jittor.training import Training
+
+
+@hookimpl
+def xmem_framework() -> Framework:
+    """Say which framework this backend drives."""
+    return Framework("jittor", "jittor", "pip install 'xmem-train[jittor]'")
+
+
+@hookimpl
+def xmem_open(device: str) -> Session:
+    """Prepare the environment, import Jittor and choose the device."""
+    from xmem_jittor import environment
+
+    return environment.open_session(device)
+
+
+@hookimpl
+def xmem_measure(session: Session) -> Measure:
+    """Count bytes exactly."""
+    from xmem_jittor.measure import Measure
+
+    return Measure()
+
+
+@hookimpl
+def xmem_checkpoint(session: Session) -> Checkpoint:
+    """Recompute instead of keeping."""
+    from xmem_jittor.checkpoint import Checkpoint
+
+    return Checkpoint()
+
+
+@hookimpl
+def xmem_precision(session: Session) -> Precision:
+    """Compute in half precision."""
+    from xmem_jittor.precision import Precision
+
+    return Precision()
+
+
+@hookimpl
+def xmem_training(session: Session) -> Training:
+    """Run the steps of a training loop under one name."""
+    from xmem_jittor.training import Training
+
+    return Training()
+
+
+@hookimpl
+def xmem_models(session: Session) -> Models:
+    """Build the conformance workloads in Jittor."""
+    from xmem_jittor.models import Models
+
+    return Models()
