@@ -8,7 +8,7 @@ from typing import IO, TYPE_CHECKING, Protocol
 import click
 
 from xmem.report.tables import (
-    STATUS_TONES,
+    Tone,
     clean,
     format_factor,
     format_seconds,
@@ -19,6 +19,8 @@ from xmem.sizes import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from rich.text import Text
 
     from xmem.report.compare import TechniqueComparison
     from xmem.report.model import Case
@@ -87,10 +89,12 @@ class LiveProgress(AbstractContextManager["LiveProgress"]):
         self._last_reason = ""
 
     def __enter__(self) -> LiveProgress:
+        """Print the heading and start the bar."""
         self._row(
             ("workload", "technique", "backend"),
-            "status", "peak", "above", "saving", "step", "time", style="bold",
-        )  # fmt: skip
+            styled("status", "muted"),
+            *("peak", "above", "saving", "step", "time"),
+        )
         self._bar.start()
         return self
 
@@ -107,38 +111,42 @@ class LiveProgress(AbstractContextManager["LiveProgress"]):
         self._bar.update(self._task, description=clean(names))
 
     def end(self, comparison: TechniqueComparison) -> None:
-        """Print the row, and the reason of a bad end the first time it comes."""
+        """Print the row, and the reason of a bad end where it is not the last one again."""
         result = comparison.result
-        case = result.case
-        self._row(
-            (case.workload, case.technique, case.backend),
-            status_cell(result.status).text,
-            format_size(result.peak_allocated_bytes, digits=1),
-            format_size(result.peak_above_static_bytes, digits=1),
-            format_factor(comparison.above_static_saving_factor),
-            format_seconds(result.step_seconds),
-            format_factor(comparison.time_ratio),
-            style={"good": "green", "warn": "yellow", "bad": "red"}.get(
-                STATUS_TONES[result.status], "dim"
-            ),
-        )
-        if result.status != "ok" and result.reason and result.reason != self._last_reason:
-            self._last_reason = result.reason
-            self._console.print(styled(f"  {clean(result.reason)}", "muted"))
-        for remark in remarks(comparison):
-            self._console.print(styled(f"  {remark}", "warn"))
+        names = (result.case.workload, result.case.technique, result.case.backend)
+        status = status_cell(result.status)
+        if result.status == "ok":
+            self._row(
+                names,
+                styled(f"{status.text:6}", status.tone),
+                format_size(result.peak_allocated_bytes, digits=1),
+                format_size(result.peak_above_static_bytes, digits=1),
+                format_factor(comparison.above_static_saving_factor),
+                format_seconds(result.step_seconds),
+                format_factor(comparison.time_ratio),
+            )
+            for remark in remarks(comparison):
+                self._below(remark, "warn")
+        else:
+            self._row(names, styled(status.text, status.tone))
+            if result.reason and result.reason != self._last_reason:
+                self._below(result.reason, "muted")
+                self._last_reason = result.reason
         self._bar.advance(self._task)
 
-    def _row(self, names: tuple[str, str, str], status: str, *figures: str, style: str) -> None:
+    def _row(self, names: tuple[str, str, str], status: Text, *figures: str) -> None:
+        """Print a row that fits into 80 columns with the names of this distribution."""
         from rich.text import Text
 
-        left = "  ".join(
-            clean(name).ljust(width) for name, width in zip(names, self._widths, strict=True)
-        )
-        row = Text(f"{left}  ")
-        row.append(f"{status:13}", style=style)
-        widths = (10, 10, 6, 8, 6)
-        row.append("  ".join(f.rjust(w) for f, w in zip(figures, widths, strict=True)))
-        if style == "bold":
-            row.stylize(style)
+        row = Text()
+        for name, width in zip(names, self._widths, strict=True):
+            row.append(f"{clean(name):{width}} ")
+        row.append_text(status)
+        for figure, width in zip(figures, (10, 11, 8, 9, 6), strict=False):
+            row.append(f"{figure:>{width}}")
         self._console.print(row, no_wrap=True, overflow="ignore", crop=False)
+
+    def _below(self, text: str, tone: Tone) -> None:
+        from rich.padding import Padding
+
+        self._console.print(Padding(styled(text, tone), (0, 0, 0, 2)))

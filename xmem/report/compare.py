@@ -21,6 +21,9 @@ FRAMEWORK_LOSS_TOLERANCE = 1e-4
 """How far baseline losses of two frameworks may be apart, relative: both compute in float32 and
 sum in different orders."""
 
+STEADY_TIME_SPREAD = 0.3
+"""Beyond this the machine had other work to do, and a time ratio says little."""
+
 Number = TypeVar("Number", int, float)
 
 
@@ -103,6 +106,18 @@ def loss_difference(
         if loss != expected:
             largest = max(largest, abs(loss - expected) / max(abs(expected), abs(loss)))
     return largest
+
+
+def finite(result: Result) -> bool:
+    """Say whether training went on in numbers: no loss was infinite or NaN."""
+    return all(loss is not None for loss in result.losses)
+
+
+def time_spread(result: Result) -> float | None:
+    """Return how far the measured steps' times are apart, as a share of their median."""
+    if not result.step_seconds or result.step_seconds_spread is None:
+        return None
+    return result.step_seconds_spread / result.step_seconds
 
 
 def repeatable(result: Result) -> bool | None:

@@ -15,10 +15,13 @@ from typing import Literal
 from xmem.protocols import CATEGORIES
 from xmem.report.compare import (
     FRAMEWORK_LOSS_TOLERANCE,
+    STEADY_TIME_SPREAD,
     FrameworkComparison,
     TechniqueComparison,
     compare_frameworks,
     compare_techniques,
+    finite,
+    time_spread,
 )
 from xmem.report.model import Report, Result, Status
 from xmem.sizes import format_size
@@ -113,6 +116,14 @@ def loss_cell(difference: float | None, agree: bool | None) -> Cell:
     return Cell(f"{text} ({'agrees' if agree else 'DIFFERS'})", "good" if agree else "bad")
 
 
+def time_cell(result: Result) -> Cell:
+    """Say how long a step took, and how far steps are apart where that is much."""
+    spread = time_spread(result)
+    if spread is None or spread <= STEADY_TIME_SPREAD:
+        return Cell(format_seconds(result.step_seconds))
+    return Cell(f"{format_seconds(result.step_seconds)} (spread {spread:.0%})", "warn")
+
+
 def _factor_cell(factor: float | None, *, lower_is_better: bool) -> Cell:
     if factor is None:
         return Cell("-", "muted")
@@ -136,7 +147,9 @@ def results_table(report: Report) -> Table:
             "Savings and ratios are against the same backend's baseline. Peak saved: how much"
             " lower the peak is. Saving above static: the baseline's bytes above static over this"
             " row's. Loss: the largest relative difference over all steps, held against the"
-            " technique's tolerance."
+            " technique's tolerance. Step time: the median; a spread (slowest less fastest step"
+            f" over the median) is shown beyond {STEADY_TIME_SPREAD:.0%}, and then the machine was"
+            " busy with something else and time ratios say little."
         ),
     )  # fmt: skip
 
@@ -154,9 +167,11 @@ def _results_row(comparison: TechniqueComparison) -> tuple[Cell, ...]:
         Cell(format_size(result.peak_above_static_bytes)),
         Cell(format_size(comparison.peak_saving_bytes)),
         _factor_cell(comparison.above_static_saving_factor, lower_is_better=False),
-        Cell(format_seconds(result.step_seconds)),
+        time_cell(result),
         _factor_cell(comparison.time_ratio, lower_is_better=True),
-        loss_cell(comparison.loss_difference, comparison.losses_agree),
+        loss_cell(comparison.loss_difference, comparison.losses_agree)
+        if finite(result)
+        else Cell("not finite", "bad"),
         Cell("-", "muted") if same is None else Cell("yes") if same else Cell("no", "warn"),
     )
 

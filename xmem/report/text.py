@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from xmem.report.compare import TechniqueComparison
+from xmem.report.compare import (
+    STEADY_TIME_SPREAD,
+    TechniqueComparison,
+    finite,
+    time_spread,
+)
 from xmem.report.tables import (
     Table,
     Tone,
@@ -89,10 +94,15 @@ def plain_line(comparison: TechniqueComparison) -> str:
 def remarks(comparison: TechniqueComparison) -> list[str]:
     """Return what a reader must not miss in a result that ended well."""
     found = []
-    if comparison.losses_agree is False:
+    if not finite(comparison.result):
+        found.append("LOSSES ARE NOT FINITE")
+    elif comparison.losses_agree is False:
         found.append("LOSSES DIFFER from the baseline")
     if comparison.repeatable is False:
         found.append("peaks differ between steps")
+    spread = time_spread(comparison.result)
+    if spread is not None and spread > STEADY_TIME_SPREAD:
+        found.append(f"times spread by {spread:.0%}")
     if comparison.result.warnings:
-        found.append(f"{len(comparison.result.warnings)} warnings")
+        found.append(f"warned: {comparison.result.warnings[0]}")
     return found
