@@ -205,6 +205,7 @@ def exit_code(results: Sequence[Result], *, limited: bool) -> int:
 def _prepare(run: Run) -> list[str]:
     """Make the folder, and clear results of these cases that are not to be kept."""
     from xmem.conformance.runner import finished, result_path
+    from xmem.report.write import FILES
 
     try:
         run.case_folder.mkdir(parents=True, exist_ok=True)
@@ -215,8 +216,8 @@ def _prepare(run: Run) -> list[str]:
         return [f"{kept} of {len(run.cases)} cases are taken from {run.case_folder}"]
     # Else an interrupted run would, resumed, take older results for its own.
     there = [p for c in run.cases if (p := result_path(c, run.case_folder)).exists()]
-    for path in there:
-        path.unlink()
+    for path in (*there, *(run.folder / name for name in FILES)):
+        path.unlink(missing_ok=True)
     return [f"{len(there)} results in {run.case_folder} are replaced"] if there else []
 
 

@@ -13,6 +13,13 @@ from xmem.report.tables import (
 )
 
 _FIGURES = ("above_static", "tradeoff", "by_category")
+# Named one by one: plotly.js 4 brings a button that sends the figure to a server.
+_CONFIG = {
+    "displaylogo": False,
+    "responsive": True,
+    "plotlyServerURL": "",
+    "modeBarButtons": [["toImage", "zoom2d", "pan2d", "resetScale2d"]],
+}
 
 
 def html(report: Report) -> str:
@@ -63,7 +70,7 @@ def _figures(report: Report) -> list[str]:
                     full_html=False,
                     include_plotlyjs=False,
                     div_id=f"figure-{name}",
-                    config={"displaylogo": False, "responsive": True},
+                    config=_CONFIG,
                 )
             )
     return pieces

@@ -1,0 +1,119 @@
+"""Each case of the matrix: workload x technique x backend, every one in a process of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from xmem.conformance.runner import result_path
+from xmem.conformance.small import relative_error
+from xmem.conformance.techniques import technique
+from xmem.report.model import Case, Result
+
+if TYPE_CHECKING:
+    from xmem.conformance.plugin import Results
+
+# What checkpointing every block must at least bring: peak above static bytes, as a share of the
+# baseline's. Where gradients or kernel scratch make the peak, less can be had.
+_CHECKPOINT_SHARE = {"mlp": 0.8, "bert": 0.6, "gpt2": 0.6}
+_LOSS_TOLERANCE_ACROSS = 1e-4
+
+
+def _largest_difference(found: tuple[float, ...], expected: tuple[float, ...]) -> float:
+    return max(abs(f - e) / abs(e) for f, e in zip(found, expected, strict=True))
+
+
+def test_it_runs_and_learns(result: Result) -> None:
+    """Five finite losses, the last lower than the first."""
+    assert len(result.losses) == 5
+    assert np.isfinite(result.losses).all()
+    assert result.losses[-1] < result.losses[0]
+
+
+def test_its_peak_is_the_same_every_time(result: Result) -> None:
+    """Exact counting of the same work gives the same bytes."""
+    assert len(result.peaks_bytes) == 3
+    assert len(set(result.peaks_bytes)) == 1, result.peaks_bytes
+
+
+def test_its_categories_add_up(result: Result) -> None:
+    """The breakdown at the peak is the peak, or is honestly missing."""
+    if result.by_category is None:
+        pytest.skip("the backend's source cannot split the peak")
+    assert sum(result.by_category.values()) == result.peak_allocated_bytes
+    assert min(result.by_category.values()) >= 0
+    assert result.by_category.get("activation", 0) > 0
+
+
+def test_its_losses_are_the_baselines(case: Case, result: Result, baseline: Result) -> None:
+    """Within the technique's tolerance, at every step."""
+    difference = _largest_difference(result.losses, baseline.losses)
+    assert difference <= technique(case.technique).loss_tolerance, (
+        f"{difference:.2e} off: {result.losses} against {baseline.losses}"
+    )
+
+
+def test_its_gradients_are_the_baselines(
+    case: Case, result: Result, baseline: Result, results_folder: Path
+) -> None:
+    """The first step's, all together, relative in the L2 norm."""
+    found, expected = (
+        dict(np.load(result_path(r.case, results_folder).with_suffix(".npz")))
+        for r in (result, baseline)
+    )
+    error = relative_error(found, expected)
+    assert error <= technique(case.technique).gradient_tolerance
+
+
+@pytest.mark.technique("baseline", "autocast")
+def test_plain_blocks_run_once(result: Result) -> None:
+    """No block runs twice without being asked to."""
+    if result.block_forward_calls is None:
+        pytest.skip("the backend cannot count forward calls")
+    assert result.block_forward_calls == result.block_count
+
+
+@pytest.mark.technique("checkpoint")
+def test_checkpointed_blocks_run_exactly_twice(result: Result) -> None:
+    """Once forward, once recomputed."""
+    assert result.applied_to == result.block_count
+    assert result.block_count
+    assert result.block_forward_calls == 2 * result.block_count
+
+
+@pytest.mark.technique("checkpoint")
+def test_checkpointing_lowers_the_peak(case: Case, result: Result, baseline: Result) -> None:
+    """By as much as the workload allows."""
+    assert result.peak_above_static_bytes is not None
+    assert baseline.peak_above_static_bytes is not None
+    share = _CHECKPOINT_SHARE.get(case.workload, 1.0)
+    assert result.peak_above_static_bytes < share * baseline.peak_above_static_bytes, (
+        f"{result.peak_above_static_bytes} bytes against {baseline.peak_above_static_bytes}"
+    )
+
+
+@pytest.mark.technique("autocast")
+def test_autocast_lowers_what_is_kept(result: Result, baseline: Result) -> None:
+    """Half precision keeps fewer bytes at the peak than float32."""
+    assert result.dtype in ("bfloat16", "float16")
+    assert result.peak_above_static_bytes is not None
+    assert baseline.peak_above_static_bytes is not None
+    assert result.peak_above_static_bytes < baseline.peak_above_static_bytes, (
+        f"{result.peak_above_static_bytes} bytes against {baseline.peak_above_static_bytes}"
+    )
+
+
+def test_baseline_losses_agree_across_backends(pair: tuple[Case, Case], results: Results) -> None:
+    """The same weights and data give the same losses on every framework, in float32."""
+    first, second = (results(case) for case in pair)
+    for found in (first, second):
+        if found.status == "unsupported":
+            pytest.skip(found.reason)
+        assert found.status == "ok", found.reason
+    difference = _largest_difference(first.losses, second.losses)
+    assert difference <= _LOSS_TOLERANCE_ACROSS, (
+        f"{difference:.2e} off: {first.losses} against {second.losses}"
+    )
