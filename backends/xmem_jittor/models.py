@@ -101,6 +101,26 @@ class Attention(nn.Module):
         return self.output(mixed.transpose((0, 2, 1, 3)).reshape((batch, length, width)))
 
 
+class GroupNorm(nn.GroupNorm):
+    """Group normalisation whose averages are exact for volumes too.
+
+    `nn.GroupNorm` takes one average over 65536 numbers for 2 channels of 32^3, which is 2e-5 off
+    (see `_mean`); after five steps of the 3D U-Net the loss is 6e-5 off.
+    """
+
+    def execute(self, x: Any) -> Any:
+        """Normalise (batch, channels, *space)."""
+        batch, channels = x.shape[:2]
+        grouped = x.reshape((batch, self.num_groups, channels // self.num_groups, *x.shape[2:]))
+        mean = _mean(grouped, 2).unsqueeze(2)
+        variance = (_mean(grouped * grouped, 2).unsqueeze(2) - mean * mean).maximum(0.0)
+        scale = self.weight.reshape((1, self.num_groups, -1)) / jt.sqrt(variance + self.eps)
+        shift = self.bias.reshape((1, self.num_groups, -1)) - mean * scale
+        space = list(range(3, grouped.ndim))
+        y = grouped * scale.broadcast(grouped, space) + shift.broadcast(grouped, space)
+        return y.reshape(x.shape)
+
+
 class Conv3d(nn.Conv3d):
     """3D convolution as a sum of 2D convolutions, one for each slice of the kernel.
 
@@ -170,7 +190,7 @@ class Models:
         """Return the scalar loss."""
         match kind:
             case "mse":
-                return _mean((output - target).sqr())
+                return _mean((output - target).sqr(), 1).mean()
             case "cross_entropy":
                 return _cross_entropy(output, target, axis=output.ndim - 1)
             case "cross_entropy_channels":
@@ -187,14 +207,17 @@ class Models:
 def _cross_entropy(output: Any, target: Any, *, axis: int) -> Any:
     shifted = output - output.max([axis], keepdims=True).detach()
     picked = jt.index(output.shape, axis) == target.broadcast(output, [axis])
-    return _mean(shifted.exp().sum(axis).log() - (shifted * picked).sum(axis))
+    return _mean(shifted.exp().sum(axis).log() - (shifted * picked).sum(axis), 1).mean()
 
 
-def _mean(values: Any) -> Any:
-    """Average axis by axis: over all at once Jittor 1.3.11 adds into one float32, 8e-5 off."""
-    while values.ndim > 1:
+def _mean(values: Any, axes: int) -> Any:
+    """Average over all but the first axes, one axis after the other.
+
+    Over several at once Jittor 1.3.11 adds into a single float32: 8e-5 off for 262144 numbers.
+    """
+    while values.ndim > axes:
         values = values.mean(values.ndim - 1)
-    return values.mean()
+    return values
 
 
 def _load(model: Any, weights: Mapping[str, np.ndarray[Any, Any]]) -> None:
@@ -243,7 +266,7 @@ def _leaf(layer: declared.Layer) -> Any:
         case declared.LayerNorm(width):
             return nn.LayerNorm(width)
         case declared.GroupNorm(groups, channels):
-            return nn.GroupNorm(groups, channels)
+            return GroupNorm(groups, channels)
         case declared.Activation("gelu"):
             return nn.GELU()
         case declared.Activation("relu"):
