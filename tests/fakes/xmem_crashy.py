@@ -24,6 +24,7 @@ from xmem.protocols import Counters, Framework, Session, Tagged
 STATIC_BYTES = 1000
 ABOVE_STATIC_BYTES = {"plain": 900, "checkpointed": 400}
 BLOCKS = 3
+NO_GAPS = {}
 
 
 def mode():
@@ -96,7 +97,7 @@ class Model:
 
 
 class Measure:
-    gaps = {}
+    gaps = NO_GAPS
     source = "allocator"
 
     def __init__(self, state):
@@ -137,7 +138,7 @@ class Measure:
 
 
 class Checkpoint:
-    gaps = {}
+    gaps = NO_GAPS
 
     def __init__(self, state):
         self._state = state
@@ -166,7 +167,7 @@ class Checkpoint:
 
 
 class Training:
-    gaps = {}
+    gaps = NO_GAPS
 
     def __init__(self, state, checkpoint):
         self._state = state
@@ -194,7 +195,7 @@ class Training:
 
 
 class Models:
-    gaps = {}
+    gaps = NO_GAPS
 
     def build(self, spec, weights):
         return Model()
