@@ -1,0 +1,142 @@
+"""Deliberately broken twins of a real backend: each lies in one way, and the suite must see it.
+
+A backend `broken-LIE-BASE` is BASE with one lie, e.g. `broken-noop_checkpoint-torch`.
+"""
+
+import dataclasses
+import importlib
+from contextlib import nullcontext
+
+from xmem.hookspecs import hookimpl
+
+
+class Delegate:
+    """Everything of another object, save what a subclass changes."""
+
+    def __init__(self, real):
+        self._real = real
+
+    def __getattr__(self, name):
+        return getattr(self._real, name)
+
+
+class NoopCheckpoint(Delegate):
+    """Checkpointing that only calls the function."""
+
+    def checkpoint(self, function, /, *args, preserve_rng=True, **kwargs):
+        return function(*args, **kwargs)
+
+
+class TwiceCheckpoint(Delegate):
+    """Checkpointing with the right result, and the work of one more forward pass."""
+
+    def checkpoint(self, function, /, *args, preserve_rng=True, **kwargs):
+        function(*args, **kwargs)
+        return self._real.checkpoint(function, *args, preserve_rng=preserve_rng, **kwargs)
+
+
+class DetachingCheckpoint(Delegate):
+    """Checkpointing that computes right values and loses the gradients of every second call."""
+
+    calls = 0
+
+    def checkpoint(self, function, /, *args, preserve_rng=True, **kwargs):
+        DetachingCheckpoint.calls += 1
+        if DetachingCheckpoint.calls % 2:
+            args = tuple(a.detach() if hasattr(a, "detach") else a for a in args)
+        return self._real.checkpoint(function, *args, preserve_rng=preserve_rng, **kwargs)
+
+
+class ConstantMeter(Delegate):
+    """A meter that has seen it all before."""
+
+    def counters(self):
+        return dataclasses.replace(
+            self._real.counters(), allocated_bytes=1 << 20, peak_allocated_bytes=1 << 24
+        )
+
+    def peak_by_category(self):
+        found = dict.fromkeys(self._real.peak_by_category(), 0)
+        return found | {"activation": 1 << 24}
+
+
+class ForgetfulMeter(Delegate):
+    """A meter that misses what was freed before it looked: a sampler."""
+
+    def counters(self):
+        found = self._real.counters()
+        return dataclasses.replace(found, peak_allocated_bytes=found.allocated_bytes)
+
+
+class WrongGradients(Delegate):
+    """A loss whose gradients are one in twenty too large; its value is right."""
+
+    def loss(self, kind, output, target):
+        loss = self._real.loss(kind, output, target)
+        return loss + 0.05 * (loss - loss.detach())
+
+
+class NoopAutocast(Delegate):
+    """Autocast that casts nothing."""
+
+    def autocast(self, dtype, *, keep_fp32=(), enabled=True):
+        return nullcontext()
+
+
+LIES = {
+    "noop_checkpoint": ("checkpoint", NoopCheckpoint),
+    "twice_checkpoint": ("checkpoint", TwiceCheckpoint),
+    "detaching_checkpoint": ("checkpoint", DetachingCheckpoint),
+    "constant_meter": ("measure", ConstantMeter),
+    "forgetful_meter": ("measure", ForgetfulMeter),
+    "wrong_gradients": ("models", WrongGradients),
+    "noop_autocast": ("precision", NoopAutocast),
+}
+
+
+class Twin:
+    """The plugin of a base backend with one capability replaced."""
+
+    def __init__(self, base, lie):
+        self._base = importlib.import_module(f"xmem_{base}.plugin")
+        self._capability, self._lie = LIES[lie]
+
+    def _hook(self, capability, session):
+        real = getattr(self._base, f"xmem_{capability}")(session)
+        return self._lie(real) if capability == self._capability else real
+
+    @hookimpl
+    def xmem_framework(self):
+        return self._base.xmem_framework()
+
+    @hookimpl
+    def xmem_open(self, device):
+        return self._base.xmem_open(device)
+
+    @hookimpl
+    def xmem_measure(self, session):
+        return self._hook("measure", session)
+
+    @hookimpl
+    def xmem_checkpoint(self, session):
+        return self._hook("checkpoint", session)
+
+    @hookimpl
+    def xmem_precision(self, session):
+        return self._hook("precision", session)
+
+    @hookimpl
+    def xmem_training(self, session):
+        return self._hook("training", session)
+
+    @hookimpl
+    def xmem_models(self, session):
+        return self._hook("models", session)
+
+
+def __getattr__(name):
+    """Let entry points name any twin: `xmem_broken:LIE__BASE`."""
+    lie, separator, base = name.partition("__")
+    if not separator or lie not in LIES:
+        raise AttributeError(name)
+    return Twin(base, lie)

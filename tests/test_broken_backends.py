@@ -1,0 +1,83 @@
+"""The suite has tests of its own: broken twins of the real backends, which it must fail."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from broken.xmem_broken import LIES
+from distributions import make_distribution
+
+HERE = Path(__file__).parent
+
+# What must fail for each lie; other tests may fail too.
+CAUGHT_BY = {
+    "noop_checkpoint": [
+        "test_each_block_runs_once_more_in_backward",
+        "test_checkpointed_blocks_run_exactly_twice",
+        "test_checkpointing_lowers_the_peak",
+    ],
+    "twice_checkpoint": [
+        "test_each_block_runs_once_more_in_backward",
+        "test_checkpointed_blocks_run_exactly_twice",
+    ],
+    "detaching_checkpoint": [
+        "test_loss_and_gradients_are_the_same",
+        "test_its_gradients_are_the_baselines",
+    ],
+    "constant_meter": [
+        "test_a_tensor_adds_its_bytes_and_takes_them_away",
+        "test_checkpointing_lowers_the_peak",
+    ],
+    "forgetful_meter": ["test_the_peak_stays_until_it_is_reset"],
+    "wrong_gradients": ["test_gradients_agree_with_finite_differences"],
+    "noop_autocast": ["test_autocast_lowers_what_is_kept"],
+}
+
+
+def run_suite(backend, folder, *options):
+    """Run the suite on a backend; returns the exit code and the names of failed tests."""
+    path = os.pathsep.join([str(folder), str(HERE / "broken"), os.environ.get("PYTHONPATH", "")])
+    ran = subprocess.run(
+        [
+            *(sys.executable, "-m", "pytest", "--pyargs", "xmem.conformance"),
+            *("-p", "xmem.conformance.plugin", "-p", "no:cacheprovider", "-q", "--tb=line", "-rf"),
+            *("--backend", backend, "--workload", "mlp", *options),
+        ],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "2"},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    failed = {f.split("[")[0] for f in re.findall(r"^FAILED \S+::(\S+)", ran.stdout, re.M)}
+    return ran.returncode, failed, ran.stdout + ran.stderr
+
+
+def test_every_lie_is_expected_to_be_caught():
+    assert CAUGHT_BY.keys() == LIES.keys()
+
+
+@pytest.mark.parametrize(
+    ("base", "lie"),
+    [
+        *[pytest.param("torch", lie, marks=pytest.mark.torch) for lie in LIES],
+        *[
+            pytest.param("jittor", lie, marks=pytest.mark.jittor)
+            for lie in ("noop_checkpoint", "constant_meter", "wrong_gradients")
+        ],
+    ],
+)
+def test_the_suite_fails_a_broken_backend(base, lie, tmp_path):
+    if importlib.util.find_spec(base) is None:
+        pytest.skip(f"{base} is not installed")
+    name = f"broken-{lie}-{base}"
+    make_distribution(tmp_path, "xmem-broken", {name: f"xmem_broken:{lie}__{base}"})
+    chosen = " or ".join(CAUGHT_BY[lie])
+    code, failed, output = run_suite(name, tmp_path, "-k", chosen)
+    assert code == 1, output
+    assert set(CAUGHT_BY[lie]) <= failed, output
