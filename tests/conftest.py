@@ -4,3 +4,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+from fakes.environment import crashy  # noqa: E402  needs the line above
+
+__all__ = ["crashy"]

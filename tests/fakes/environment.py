@@ -1,26 +1,13 @@
 """Install the crashy backend for this process and for the workers it starts."""
 
 import json
-import os
+import sys
 from pathlib import Path
 
 import pytest
+from distributions import make_distribution
 
-HERE = Path(__file__).parent
-
-
-def add_distribution(folder, name, version="0.1", *, entry_points="", record=None):
-    """Write the metadata of a distribution, as an installer would."""
-    metadata = folder / f"{name.replace('-', '_')}-{version}.dist-info"
-    metadata.mkdir(parents=True)
-    (metadata / "METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n", encoding="utf-8"
-    )
-    if entry_points:
-        (metadata / "entry_points.txt").write_text(entry_points, encoding="utf-8")
-    if record is not None:
-        (metadata / "RECORD").write_text(record, encoding="utf-8")
-    return metadata
+SOURCE = Path(__file__).with_name("xmem_crashy.py")
 
 
 class Crashy:
@@ -30,8 +17,8 @@ class Crashy:
         self._monkeypatch = monkeypatch
         self._pids_path = pids_path
 
-    def plan(self, **modes):
-        """Break cases: `plan(**{"mlp/checkpoint": "SIGKILL"})`."""
+    def plan(self, modes):
+        """Break cases, by "workload/technique", in a way that `xmem_crashy` knows."""
         self._monkeypatch.setenv("XMEM_CRASHY", json.dumps(modes))
 
     def lose_framework(self):
@@ -48,13 +35,18 @@ class Crashy:
 @pytest.fixture
 def crashy(monkeypatch, tmp_path):
     """Give a backend named "crashy", in this process and in those that it starts."""
-    site = tmp_path / "site"
-    add_distribution(site, "xmem-crashy", entry_points="[xmem]\ncrashy = xmem_crashy\n")
-    paths = [str(site), str(HERE)]
-    for path in reversed(paths):
-        monkeypatch.syspath_prepend(path)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    site = make_distribution(
+        tmp_path / "site",
+        "xmem-crashy",
+        entry_points={"crashy": "xmem_crashy"},
+        modules={"xmem_crashy.py": SOURCE.read_text(encoding="utf-8")},
+    )
+    monkeypatch.syspath_prepend(str(site))
+    monkeypatch.setenv("PYTHONPATH", str(site))
     pids_path = tmp_path / "pids"
     monkeypatch.setenv("XMEM_CRASHY_PIDS", str(pids_path))
     monkeypatch.delenv("XMEM_CRASHY", raising=False)
-    return Crashy(monkeypatch, pids_path)
+    monkeypatch.delenv("XMEM_CRASHY_MISSING", raising=False)
+    yield Crashy(monkeypatch, pids_path)
+    # The module is imported in this process, too; the next test has another folder.
+    sys.modules.pop("xmem_crashy", None)
