@@ -5,6 +5,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from fakes.environment import crashy  # noqa: E402  needs the line above
+from fakes.environment import crashy
 
 __all__ = ["crashy"]
