@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from typing import TYPE_CHECKING
 
 from xmem.hookspecs import hookimpl
@@ -18,7 +19,17 @@ if TYPE_CHECKING:
 @hookimpl
 def xmem_framework() -> Framework:
     """Say which framework this backend drives."""
-    return Framework("jittor", "jittor", "pip install 'xmem-train[jittor]'")
+    from xmem_jittor import onednn
+
+    has_wheels = (platform.system(), platform.machine()) == ("Linux", "x86_64")
+    return Framework(
+        "jittor",
+        "jittor",
+        "pip install 'xmem-train[jittor]'",
+        companions=(onednn.LIBRARY_WHEEL, onednn.HEADER_WHEEL) if has_wheels else (),
+        first_run_note="Jittor compiles itself and every new kernel: the first run of each case"
+        " takes minutes, later ones take the kernels from its cache",
+    )
 
 
 @hookimpl

@@ -87,7 +87,7 @@ def _companion(backend: str, name: str) -> Finding:
     except metadata.PackageNotFoundError:
         return (
             f"{backend}: {name}",
-            "problem",
+            "note",
             f"not installed; {backend} is slow or incomplete without it. Install it with:"
             f" pip install 'xmem-train[{backend}]'",
         )
