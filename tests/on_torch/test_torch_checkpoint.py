@@ -1,0 +1,155 @@
+"""Checkpointing on PyTorch: bytes, gradients, randomness, statistics, and the way back."""
+
+import gc
+
+import pytest
+import torch
+from on_torch.gpt import GPT, forward_and_backward
+from torch import nn
+
+import xmem
+
+
+def measured(model, ids):
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    forward_and_backward(model, ids, ids)
+    gc.collect()
+    with xmem.measure(model=model, inputs=ids) as m:
+        forward_and_backward(model, ids, ids)
+    return m.peak_above_static_bytes
+
+
+def loss_and_gradients(model, ids):
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(1)
+    loss = forward_and_backward(model, ids, ids)
+    return loss, [p.grad.clone() for p in model.parameters()]
+
+
+def test_a_24_layer_gpt_takes_a_ninth_with_every_block_checkpointed(backend):
+    """230 MiB against 25: a block keeps 20 times what it hands on. Forward and backward."""
+    model = GPT(layers=24)
+    ids = torch.randint(0, 1000, (8, 128))
+    plain = measured(model, ids)
+    receipt = xmem.apply_checkpointing(model, "every")
+    assert receipt.applied_to == 24
+    checkpointed = measured(model, ids)
+    print(
+        f"plain {plain} bytes, checkpointed {checkpointed} bytes, {plain / checkpointed:.2f}-fold"
+    )
+    assert plain >= 9 * checkpointed
+
+
+def test_dropout_masks_are_replayed_and_gradients_are_bit_equal(backend):
+    model = GPT(layers=3, dropout=0.3)
+    ids = torch.randint(0, 1000, (4, 64))
+    loss, gradients = loss_and_gradients(model, ids)
+    receipt = xmem.apply_checkpointing(model, "every")
+    loss_again, gradients_again = loss_and_gradients(model, ids)
+    assert loss_again == loss
+    for a, b in zip(gradients_again, gradients, strict=True):
+        assert torch.equal(a, b)
+    receipt.undo()
+    assert loss_and_gradients(model, ids)[0] == loss
+
+
+def test_without_replaying_randomness_the_gradients_differ(backend):
+    """The flag does something: the test above could fail."""
+    model = GPT(layers=3, dropout=0.3)
+    ids = torch.randint(0, 1000, (4, 64))
+    _, gradients = loss_and_gradients(model, ids)
+    xmem.apply_checkpointing(model, "every", preserve_rng=False)
+    _, gradients_again = loss_and_gradients(model, ids)
+    pairs = zip(gradients_again, gradients, strict=True)
+    assert not all(torch.equal(a, b) for a, b in pairs)
+
+
+def conv_blocks():
+    torch.manual_seed(3)
+    return nn.Sequential(
+        *[
+            nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
+            for _ in range(3)
+        ]
+    )
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_batch_norm_statistics_are_updated_once(backend, momentum):
+    x = torch.randn(8, 4, 8, 8)
+    states = []
+    for checkpointed in (False, True):
+        model = conv_blocks()
+        for block in model:
+            block[1].momentum = momentum
+        if checkpointed:
+            xmem.apply_checkpointing(model, "every")
+        for _ in range(2):
+            model(x).square().mean().backward()
+        states.append((dict(model.state_dict()), [p.grad for p in model.parameters()]))
+        assert all(block[1].momentum == momentum for block in model)
+    (plain, plain_gradients), (ours, our_gradients) = states
+    assert plain.keys() == ours.keys()
+    assert all(torch.equal(plain[k], ours[k]) for k in plain)
+    assert all(torch.equal(a, b) for a, b in zip(plain_gradients, our_gradients, strict=True))
+
+
+def test_state_dict_and_forward_are_as_before_after_undo(backend):
+    model = conv_blocks()
+    keys = list(model.state_dict())
+    receipt = xmem.apply_checkpointing(model, "every")
+    assert list(model.state_dict()) == keys
+    assert all("forward" in block.__dict__ for block in model)
+    receipt.undo()
+    assert not any("forward" in block.__dict__ for block in model)
+    receipt.undo()
+
+
+def test_a_block_used_twice_is_wrapped_once(backend):
+    shared = nn.Sequential(nn.Linear(8, 8), nn.GELU())
+    model = nn.Sequential(shared, shared, nn.Sequential(nn.Linear(8, 8), nn.GELU()))
+    receipt = xmem.apply_checkpointing(model, "every")
+    assert receipt.applied_to == 2
+
+
+def test_nested_inputs_outputs_and_keywords_pass_through(backend):
+    layer = nn.Linear(8, 8)
+
+    def function(pair, *, scale, flag):
+        a, b = pair["a"], pair["b"][0]
+        return {"sum": layer(a) * scale, "both": (layer(b), flag)}
+
+    a = torch.randn(4, 8, requires_grad=True)
+    b = torch.randn(4, 8, requires_grad=True)
+    results = []
+    for call in (function, lambda *p, **k: xmem.checkpoint(function, *p, **k)):
+        a.grad = b.grad = layer.weight.grad = None
+        out = call({"a": a, "b": [b]}, scale=3.0, flag="kept")
+        assert out["both"][1] == "kept"
+        (out["sum"].sum() + out["both"][0].square().sum()).backward()
+        results.append((a.grad, b.grad, layer.weight.grad))
+    for plain, ours in zip(*results, strict=True):
+        assert torch.equal(plain, ours)
+
+
+def test_without_gradients_it_is_a_plain_call(backend):
+    calls = []
+    with torch.no_grad():
+        y = xmem.checkpoint(lambda x: calls.append(1) or x * 2, torch.ones(3, requires_grad=True))
+    assert calls == [1]
+    assert not y.requires_grad
+
+
+def test_recomputation_sees_the_autocast_of_the_first_pass(backend):
+    layer = nn.Linear(16, 16)
+    seen = []
+
+    def function(x):
+        seen.append(torch.is_autocast_enabled("cpu"))
+        return layer(x).float().square().sum()
+
+    with xmem.autocast("bfloat16"):
+        loss = xmem.checkpoint(function, torch.randn(4, 16, requires_grad=True))
+    loss.backward()
+    assert seen == [True, True]
