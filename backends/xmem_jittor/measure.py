@@ -23,6 +23,7 @@ import jittor as jt
 from xmem.errors import MeasurementError, XmemWarning
 from xmem.protocols import CATEGORIES, Category, Counters, Tagged
 from xmem_jittor import native
+from xmem_jittor.nested import modules_in, tensors_in
 
 _CODES: dict[str, int] = {category: code for code, category in enumerate(CATEGORIES)}
 
@@ -90,13 +91,13 @@ class Measure:
 
     def owned(self, model: Any, optimizer: Any, inputs: Any) -> dict[Category, Sequence[Any]]:
         """Return the tensors that model, optimizer and inputs own."""
-        held = [p for module in _modules(model) for p in module.parameters()]
+        held = [p for module in modules_in(model) for p in module.parameters()]
         return {
             "parameter": [p for p in held if not p.is_stop_grad()],
             "buffer": [p for p in held if p.is_stop_grad()],
             "gradient": [g for group in _groups(optimizer) for g in group.get("grads", ())],
             "optimizer": [v for group in _groups(optimizer) for v in _states(group)],
-            "input": list(_vars(inputs)),
+            "input": list(tensors_in(inputs)),
         }
 
     def tag(self, category: Category, tensors: Iterable[Any]) -> Tagged:
@@ -138,7 +139,7 @@ class Measure:
             finally:
                 depth -= 1
             if depth == 0:
-                array, count = native.addresses(_vars(found))
+                array, count = native.addresses(tensors_in(found))
                 self._library.xmem_jittor_expect(array, count, _CODES["gradient"])
             return found
 
@@ -178,30 +179,6 @@ def _refuse_broken_flags() -> None:
         )
 
 
-def _modules(model: Any) -> Iterator[Any]:
-    """Yield the modules in nested containers of modules."""
-    if isinstance(model, jt.Module):
-        yield model
-    elif isinstance(model, Mapping):
-        for part in model.values():
-            yield from _modules(part)
-    elif isinstance(model, Sequence) and not isinstance(model, str):
-        for part in model:
-            yield from _modules(part)
-
-
-def _vars(held: Any) -> Iterator[Any]:
-    """Yield the tensors in nested containers; whatever else is in them is passed over."""
-    if isinstance(held, jt.Var):
-        yield held
-    elif isinstance(held, Mapping):
-        for part in held.values():
-            yield from _vars(part)
-    elif isinstance(held, Sequence) and not isinstance(held, str):
-        for part in held:
-            yield from _vars(part)
-
-
 def _groups(optimizer: Any) -> list[dict[str, Any]]:
     return list(getattr(optimizer, "param_groups", ()))
 
@@ -210,4 +187,4 @@ def _states(group: Mapping[str, Any]) -> Iterator[Any]:
     """Yield what an optimizer keeps beside parameters and gradients, under whatever names."""
     for name, held in group.items():
         if name not in ("params", "grads"):
-            yield from _vars(held)
+            yield from tensors_in(held)

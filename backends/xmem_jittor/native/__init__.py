@@ -19,6 +19,16 @@ from xmem.native import Source, compile_library
 
 _FOLDER = Path(__file__).parent
 _Numbers = ctypes.POINTER(ctypes.c_longlong)
+_VOID = (
+    "reset_peak",
+    "set_limit",
+    "tag",
+    "tag_unclaimed",
+    "peak_by_category",
+    "mark_backward",
+    "expect",
+    "forget_expectations",
+)
 
 
 def _arguments() -> tuple[str, ...]:
@@ -29,18 +39,19 @@ def _arguments() -> tuple[str, ...]:
     return tuple(flag for flag in flags if not flag.startswith(left_out))
 
 
-def _load(name: str) -> ctypes.CDLL:
+def _load(name: str) -> ctypes.PyDLL:
     source = Source(
         path=_FOLDER / f"{name}.cc",
         compiler=jt.compiler.cc_path,
         arguments=_arguments(),
         version=jt.__version__,
     )
-    return ctypes.CDLL(str(compile_library(source)))
+    # PyDLL keeps the interpreter's lock: Jittor's graph belongs to whoever holds it.
+    return ctypes.PyDLL(str(compile_library(source)))
 
 
 @lru_cache(maxsize=1)
-def allocator() -> ctypes.CDLL:
+def allocator() -> ctypes.PyDLL:
     """Return the library of `allocator.cc`, its functions declared."""
     library = _load("allocator")
     number, many = ctypes.c_longlong, _Numbers
@@ -55,17 +66,27 @@ def allocator() -> ctypes.CDLL:
     library.xmem_jittor_expect.argtypes = [many, ctypes.c_int, ctypes.c_int]
     library.xmem_jittor_forget_expectations.argtypes = []
     library.xmem_jittor_reachable_bytes.restype = number
+    for name in _VOID:
+        getattr(library, f"xmem_jittor_{name}").restype = None
     return library
 
 
 @lru_cache(maxsize=1)
-def graph() -> ctypes.CDLL:
+def graph() -> ctypes.PyDLL:
     """Return the library of `graph.cc`, its functions declared."""
     library = _load("graph")
     number, many = ctypes.c_longlong, _Numbers
     library.xmem_jittor_total_node.restype = number
-    library.xmem_jittor_external.argtypes = [
-        many, ctypes.c_int, number, many, ctypes.c_int, many, ctypes.c_int,
+    integers = ctypes.POINTER(ctypes.c_int)
+    library.xmem_jittor_read_by.argtypes = [
+        many, ctypes.c_int, number, many, ctypes.c_int, many, ctypes.c_int, integers,
+    ]  # fmt: skip
+    library.xmem_jittor_reached_by_gradient.argtypes = [
+        many, ctypes.c_int, many, ctypes.c_int, integers,
+    ]  # fmt: skip
+    library.xmem_jittor_reached_by_gradient.restype = None
+    library.xmem_jittor_handles.argtypes = [
+        many, ctypes.c_int, ctypes.c_void_p, integers, many, ctypes.c_int,
     ]  # fmt: skip
     return library
 
