@@ -102,7 +102,8 @@ def test_the_breakdown_at_the_peak_is_exact(backend):
     assert [p.name for p in m.timeline] == ["backward", "backward_end", "optimizer_end"]
     forward_end, backward_end, _ = m.timeline
     assert forward_end.allocated_bytes > m.static_bytes
-    assert backward_end.allocated_bytes == m.static_bytes + gradients
+    loss_bytes = 4
+    assert backward_end.allocated_bytes == m.static_bytes + gradients + loss_bytes
 
 
 def test_what_lived_before_and_belongs_to_nobody_is_other(backend):
