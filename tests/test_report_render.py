@@ -8,7 +8,7 @@ from fakes.results import make_bad, make_fake_report, make_result
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xmem.report import facts, tables
+from xmem.report import facts, plots, tables
 from xmem.report.html import html
 from xmem.report.markdown import escape, markdown
 from xmem.report.model import Report, read_json
@@ -136,6 +136,38 @@ def test_hostile_text_stays_text_in_html(text, without_plotly):
     assert hostile.tags == plain.tags
     assert len(hostile.attributes) == len(plain.attributes)
     assert tables.clean(text) in hostile.cells
+
+
+def strings(value):
+    """Yield every string inside a figure."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for inner in value.values():
+            yield from strings(inner)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from strings(inner)
+
+
+@pytest.mark.parametrize("name", ["above_static", "tradeoff", "by_category"])
+def test_hostile_text_is_no_markup_in_figures(name):
+    hostile = "<img src=x><a href='http://x'>y</a>"
+    report = make_fake_report(
+        make_result(backend=hostile, workload=hostile, by_category={hostile: 1}),
+        make_result(backend=hostile, workload=hostile, technique="checkpoint"),
+        make_result(backend=hostile, workload=hostile, technique=hostile),
+    )
+    figure = getattr(plots, name)(report).to_plotly_json()
+    found = [s for s in strings(figure) if "img" in s]
+    assert found
+    assert not [s for s in found if "<img" in s or "<a" in s]
+
+
+def test_figures_offer_no_button_that_sends_them_away(report, without_plotly):
+    source = html(report)
+    buttons = '"modeBarButtons": [["toImage", "zoom2d", "pan2d", "resetScale2d"]]'
+    assert source.count(buttons) == 3
 
 
 @pytest.mark.parametrize("text", HOSTILE)

@@ -17,7 +17,6 @@ _FIGURES = ("above_static", "tradeoff", "by_category")
 _CONFIG = {
     "displaylogo": False,
     "responsive": True,
-    "plotlyServerURL": "",
     "modeBarButtons": [["toImage", "zoom2d", "pan2d", "resetScale2d"]],
 }
 
