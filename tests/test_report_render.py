@@ -236,6 +236,22 @@ def test_a_plain_line_says_what_must_not_be_missed():
     assert "LOSSES ARE NOT FINITE; peaks differ between steps; times spread by 100%" in line
 
 
+def test_allocated_reserved_and_process_bytes_stand_side_by_side():
+    result = make_result(
+        technique="checkpoint",
+        peak_reserved_bytes=40 * 2**20,
+        peak_process_bytes=2**30,
+        applied_to=6,
+        block_count=6,
+        block_forward_calls=12,
+        allocation_count=400,
+    )
+    (row,) = facts.counts_table(make_fake_report(result, make_bad("error", "x"))).rows
+    assert [cell.text for cell in row[3:]] == [
+        "-", "6", "12 / 6", "400", "30.00 MiB", "40.00 MiB", "1.00 GiB", "-",
+    ]  # fmt: skip
+
+
 def test_failures_with_one_reason_are_told_once():
     report = make_fake_report(
         make_bad("unavailable", "pip install it", workload="mlp"),

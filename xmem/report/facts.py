@@ -66,6 +66,53 @@ def _by_backend(report: Report) -> dict[str, list[Result]]:
     return found
 
 
+def counts_table(report: Report) -> Table | None:
+    """Allocated, reserved and process bytes side by side, and what a technique was applied to."""
+    rows = [r for r in report.results if r.status == "ok"]
+    if not rows:
+        return None
+    return Table(
+        title="Allocated, reserved, process",
+        columns=(
+            "Workload", "Technique", "Backend", "Half type", "Applied to", "Block forwards",
+            "Allocations", "Peak allocated", "Peak reserved", "Process peak", "GPU process",
+        ),
+        numeric=7,
+        rows=tuple(
+            (
+                Cell(r.case.workload),
+                Cell(r.case.technique),
+                Cell(r.case.backend),
+                Cell(r.dtype or "-"),
+                Cell(_count(r.applied_to)),
+                Cell(_block_forwards(r)),
+                Cell(_count(r.allocation_count)),
+                Cell(format_size(r.peak_allocated_bytes)),
+                Cell(format_size(r.peak_reserved_bytes)),
+                Cell(format_size(r.peak_process_bytes)),
+                Cell(format_size(r.gpu_process_bytes)),
+            )
+            for r in rows
+        ),
+        note=(
+            "Allocated: asked for by live tensors. Reserved: held by the framework's pool, cached"
+            " blocks included. Process: the resident high-water mark of the whole process, with"
+            " the interpreter and the framework's libraries; it does not fall when tensors are"
+            " freed. Block forwards: calls in one step over blocks; recomputation doubles them."
+        ),
+    )  # fmt: skip
+
+
+def _count(number: int | None) -> str:
+    return "-" if number is None else str(number)
+
+
+def _block_forwards(result: Result) -> str:
+    if result.block_forward_calls is None:
+        return "-"
+    return f"{result.block_forward_calls} / {_count(result.block_count)}"
+
+
 def machine_table(report: Report) -> Table:
     """Where the report was made, and with what."""
     cases = [r.case for r in report.results]

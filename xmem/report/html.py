@@ -40,7 +40,12 @@ def html(report: Report) -> str:
         figures=figures,
         plotly=_plotly_script() if figures else "",
         statuses=facts.statuses_table(report),
-        tables=_present(results_table(report), frameworks_table(report), categories_table(report)),
+        tables=_present(
+            results_table(report),
+            frameworks_table(report),
+            categories_table(report),
+            facts.counts_table(report),
+        ),
         failures=facts.failures(report),
         warnings=facts.warnings(report),
         background=_present(

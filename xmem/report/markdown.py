@@ -37,6 +37,7 @@ def _lines(report: Report) -> Iterator[str]:
         results_table(report),
         frameworks_table(report),
         categories_table(report),
+        facts.counts_table(report),
     ):
         yield from _table(table)
     yield from _failures(report)
