@@ -12,6 +12,7 @@ from distributions import make_distribution
 
 from xmem import foreign
 from xmem.cli import main
+from xmem.errors import XmemWarning
 
 
 def test_this_environment_has_no_foreign_xmem():
@@ -100,6 +101,17 @@ def test_the_search_is_cheap_and_imports_nothing():
     code = "import sys, xmem.foreign as f; f.find(); print('importlib.metadata' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "False"
+
+
+def test_a_process_is_warned_once(tmp_path, monkeypatch):
+    make_distribution(tmp_path, "xmem", modules={"xmem/__init__.py": ""})
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    foreign.warn_once.cache_clear()
+    with pytest.warns(XmemWarning, match="pip uninstall xmem") as caught:
+        foreign.warn_once()
+        foreign.warn_once()
+    foreign.warn_once.cache_clear()
+    assert len(caught) == 1
 
 
 def test_the_command_line_warns_on_stderr_and_goes_on(tmp_path, monkeypatch):

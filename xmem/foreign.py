@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import re
 import sys
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+
+from xmem.errors import XmemWarning
 
 OUR_DISTRIBUTION = "xmem-train"
 _NAME = "xmem"
@@ -65,6 +69,13 @@ def find(path: Iterable[str] | None = None) -> list[Foreign]:
         elif present and not claims:
             found.append(Foreign(None, folder))
     return found
+
+
+@cache
+def warn_once() -> None:
+    """Warn of each foreign package, once in a process."""
+    for found in find():
+        warnings.warn(found.message, XmemWarning, stacklevel=3)
 
 
 def _has_foreign_module(folder: Path) -> bool:
