@@ -41,6 +41,20 @@ class Phase:
     peak_allocated_bytes: int
 
 
+_last_model: int | None = None
+
+
+def _collect_garbage(model: Any) -> None:
+    """Free cyclic garbage, which would count as static.
+
+    A full collection visits every object of the framework (0.1 s with PyTorch), more than a small
+    model's step. So it is for the first measurement of a model; in a loop only the young go.
+    """
+    global _last_model
+    gc.collect(1 if model is not None and id(model) == _last_model else 2)
+    _last_model = id(model)
+
+
 class Measurement:
     """One measured block. Bytes as in DESIGN: counted by the framework's allocator.
 
@@ -81,7 +95,7 @@ class Measurement:
     def __enter__(self) -> Measurement:
         meter = self._backend.measure
         meter.synchronize()
-        gc.collect()  # cyclic garbage would count as static
+        _collect_garbage(self._model)
         for category, tensors in meter.owned(self._model, self._optimizer, self._inputs).items():
             self.untracked_bytes += meter.tag(category, tensors).untracked_bytes
         meter.tag_untagged("other")

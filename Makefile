@@ -1,0 +1,55 @@
+# Two commands on a fresh machine: `make compare` and `make test`. Needs Python 3.10 or newer with
+# venv, g++ and make; `make needs` checks for them.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+BACKENDS ?= torch jittor
+REPORT ?= xmem-report
+READY := $(VENV)/.xmem-ready
+export OMP_NUM_THREADS ?= 2
+
+.PHONY: compare test check soak gpu-check benchmarks needs clean
+
+needs:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "xmem needs Python 3.10 or newer; '$(PYTHON)' is: $$($(PYTHON) --version 2>&1). Name another: make PYTHON=python3.11"; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || \
+	  { echo "'$(PYTHON)' has no venv module. Debian, Ubuntu: apt-get install python3-venv"; exit 1; }
+	@command -v $${CXX:-g++} >/dev/null || \
+	  { echo "xmem needs a C++ compiler: Jittor compiles its kernels, xmem its meters. Debian, Ubuntu: apt-get install g++"; exit 1; }
+
+$(READY): pyproject.toml constraints.txt | needs
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing xmem with PyTorch and Jittor into $(VENV) (about 1.5 GB, a minute or two)..."
+	@$(BIN)/python -m pip install --quiet --upgrade pip
+	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[all,test,dev]'
+	@touch $(READY)
+
+# The main job: five models on both frameworks, plain, checkpointed and in half precision.
+compare: $(READY)
+	@$(BIN)/xmem compare $(foreach b,$(BACKENDS),--backend $(b)) -o $(REPORT)
+
+test: $(READY)
+	@$(BIN)/python -m pytest tests -m 'not soak'
+	@$(BIN)/xmem conformance $(foreach b,$(BACKENDS),--backend $(b))
+
+check: $(READY)
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/python tools/check_wheel.py
+
+# Long campaigns: fuzzing, faults, repeats.
+soak: $(READY)
+	@$(BIN)/python -m pytest tests -m soak
+
+benchmarks: $(READY)
+	@$(BIN)/python benchmarks/chain.py
+	@$(BIN)/python benchmarks/meter_overhead.py
+
+# On a machine with an NVIDIA GPU and the frameworks installed; elsewhere it says so and ends well.
+gpu-check:
+	@PATH="$(CURDIR)/$(BIN):$$PATH" PYTHONPATH="$(CURDIR):$(CURDIR)/backends:$$PYTHONPATH" $(PYTHON) tools/gpu_check.py
+
+clean:
+	rm -rf $(VENV) dist build $(REPORT)

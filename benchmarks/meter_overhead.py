@@ -1,0 +1,104 @@
+"""What measuring costs: a step of the quick transformer under the meter against one without.
+
+Peer: the same step on the framework's own allocator, in a process where xmem's was never
+installed. Rounds alternate between the two processes' times; the medians are compared. Usage:
+python benchmarks/meter_overhead.py [FOLDER]
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROUNDS = 5
+STEPS = 12
+
+
+def run(name, measured):
+    import xmem
+    from xmem.workloads import make_batch, make_weights, workload
+
+    if measured:
+        backend = xmem.use(name, device="cpu")
+        models, training = backend.models, backend.training
+        synchronize = backend.measure.synchronize
+    else:  # the capabilities alone: the meter is never made, its allocator never installed
+        from importlib import import_module
+
+        session = import_module(f"xmem_{name}.environment").prepare("cpu")
+        plugin = import_module(f"xmem_{name}.plugin")
+        models, training = plugin.xmem_models(session), plugin.xmem_training(session)
+        synchronize = _synchronize(name)
+    declared = workload("gpt2", "quick")
+    model = models.build(declared.model, make_weights(declared))
+    optimizer = training.make_optimizer("adam", model, learning_rate=1e-4)
+    batch = [models.tensor(a) for a in make_batch(declared)]
+
+    def step():
+        loss = models.loss(declared.loss, model(batch[0]), batch[1])
+        training.backward(loss, optimizer)
+        training.optimizer_step(optimizer)
+        training.zero_grad(optimizer)
+        synchronize()
+
+    for _ in range(3):
+        step()
+    times = []
+    for _ in range(STEPS):
+        begin = time.perf_counter()
+        if measured:
+            with xmem.measure(model=model, optimizer=optimizer, inputs=batch):
+                step()
+        else:
+            step()
+        times.append(time.perf_counter() - begin)
+    print(json.dumps(times))
+
+
+def _synchronize(name):
+    if name == "jittor":
+        import jittor
+
+        return lambda: jittor.sync_all(True)
+    return lambda: None
+
+
+def main(folder):
+    lines = ["| backend | plain step | measured step | ratio |", "|---|---|---|---|"]
+    found = {}
+    for name in ("torch", "jittor"):
+        times = {"plain": [], "measured": []}
+        for _ in range(ROUNDS):
+            for kind, collected in times.items():
+                ran = subprocess.run(
+                    [sys.executable, __file__, "--run", name, kind],
+                    env={**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2")},
+                    capture_output=True,
+                    text=True,
+                    check=False,
+                )
+                if ran.returncode:
+                    sys.exit(ran.stderr)
+                collected += json.loads(ran.stdout.splitlines()[-1])
+        plain, measured = (statistics.median(times[k]) for k in ("plain", "measured"))
+        best = min(times["measured"]) / min(times["plain"])
+        found[name] = {"plain": plain, "measured": measured, "best_ratio": best}
+        lines.append(
+            f"| {name} | {plain * 1e3:.1f} ms | {measured * 1e3:.1f} ms"
+            f" | {measured / plain:.3f} (fastest steps: {best:.3f}) |"
+        )
+    text = "\n".join(lines) + "\n"
+    print(text)
+    if folder:
+        (Path(folder) / "meter_overhead.json").write_text(json.dumps(found, indent=1) + "\n")
+        (Path(folder) / "meter_overhead.md").write_text(text)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--run"]:
+        run(sys.argv[2], sys.argv[3] == "measured")
+    else:
+        main(sys.argv[1] if len(sys.argv) > 1 else None)
