@@ -11,6 +11,7 @@ import pytest
 from xmem.conformance.runner import result_path
 from xmem.conformance.small import relative_error
 from xmem.conformance.techniques import technique
+from xmem.report.compare import FRAMEWORK_LOSS_TOLERANCE, finite, loss_difference
 from xmem.report.model import Case, Result
 
 if TYPE_CHECKING:
@@ -19,18 +20,16 @@ if TYPE_CHECKING:
 # What checkpointing every block must at least bring: peak above static bytes, as a share of the
 # baseline's. Where gradients or kernel scratch make the peak, less can be had.
 _CHECKPOINT_SHARE = {"mlp": 0.8, "bert": 0.6, "gpt2": 0.6}
-_LOSS_TOLERANCE_ACROSS = 1e-4
-
-
-def _largest_difference(found: tuple[float, ...], expected: tuple[float, ...]) -> float:
-    return max(abs(f - e) / abs(e) for f, e in zip(found, expected, strict=True))
 
 
 def test_it_runs_and_learns(result: Result) -> None:
     """Five finite losses, the last lower than the first."""
     assert len(result.losses) == 5
-    assert np.isfinite(result.losses).all()
-    assert result.losses[-1] < result.losses[0]
+    first, last = result.losses[0], result.losses[-1]
+    assert finite(result), result.losses
+    assert first is not None
+    assert last is not None
+    assert last < first
 
 
 def test_its_peak_is_the_same_every_time(result: Result) -> None:
@@ -50,7 +49,8 @@ def test_its_categories_add_up(result: Result) -> None:
 
 def test_its_losses_are_the_baselines(case: Case, result: Result, baseline: Result) -> None:
     """Within the technique's tolerance, at every step."""
-    difference = _largest_difference(result.losses, baseline.losses)
+    difference = loss_difference(result.losses, baseline.losses)
+    assert difference is not None
     assert difference <= technique(case.technique).loss_tolerance, (
         f"{difference:.2e} off: {result.losses} against {baseline.losses}"
     )
@@ -113,7 +113,8 @@ def test_baseline_losses_agree_across_backends(pair: tuple[Case, Case], results:
         if found.status == "unsupported":
             pytest.skip(found.reason)
         assert found.status == "ok", found.reason
-    difference = _largest_difference(first.losses, second.losses)
-    assert difference <= _LOSS_TOLERANCE_ACROSS, (
+    difference = loss_difference(first.losses, second.losses)
+    assert difference is not None
+    assert difference <= FRAMEWORK_LOSS_TOLERANCE, (
         f"{difference:.2e} off: {first.losses} against {second.losses}"
     )
