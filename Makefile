@@ -8,13 +8,15 @@ REPORT ?= xmem-report
 READY := $(VENV)/.xmem-ready
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: compare test check soak gpu-check benchmarks needs clean
+.PHONY: compare test check soak gpu-check benchmarks record needs clean
 
 needs:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	  { echo "xmem needs Python 3.10 or newer; '$(PYTHON)' is: $$($(PYTHON) --version 2>&1). Name another: make PYTHON=python3.11"; exit 1; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || \
 	  { echo "'$(PYTHON)' has no venv module. Debian, Ubuntu: apt-get install python3-venv"; exit 1; }
+	@$(PYTHON) -c 'import pathlib, sys, sysconfig; sys.exit(not (pathlib.Path(sysconfig.get_path("include")) / "Python.h").exists())' || \
+	  { echo "Jittor compiles against Python's headers, and Python.h is not there. Debian, Ubuntu: apt-get install python3-dev"; exit 1; }
 	@command -v $${CXX:-g++} >/dev/null || \
 	  { echo "xmem needs a C++ compiler: Jittor compiles its kernels, xmem its meters. Debian, Ubuntu: apt-get install g++"; exit 1; }
 
@@ -37,6 +39,7 @@ check: $(READY)
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
+	@$(BIN)/python tools/readme_table.py --check
 	@$(BIN)/python tools/check_wheel.py
 
 # Long campaigns: fuzzing, faults, repeats.
@@ -44,8 +47,15 @@ soak: $(READY)
 	@$(BIN)/python -m pytest tests -m soak
 
 benchmarks: $(READY)
-	@$(BIN)/python benchmarks/chain.py
-	@$(BIN)/python benchmarks/meter_overhead.py
+	@$(BIN)/python benchmarks/chain.py benchmarks/results
+	@$(BIN)/python benchmarks/meter_overhead.py benchmarks/results
+
+# The main job once more, kept under benchmarks/results/ and in the README's tables.
+record: $(READY)
+	@$(BIN)/xmem compare $(foreach b,$(BACKENDS),--backend $(b)) -o $(REPORT)
+	@cp $(REPORT)/report.json benchmarks/results/cpu-quick.json
+	@cp $(REPORT)/report.md benchmarks/results/cpu-quick.md
+	@$(BIN)/python tools/readme_table.py
 
 # On a machine with an NVIDIA GPU and the frameworks installed; elsewhere it says so and ends well.
 gpu-check:

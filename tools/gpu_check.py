@@ -57,7 +57,7 @@ def run_matrix(device: str) -> int:
     import xmem
     from xmem.conformance.runner import matrix, run_cases
     from xmem.plugins import backend_infos
-    from xmem.report.markdown import render_markdown
+    from xmem.report.markdown import markdown
     from xmem.report.model import Machine, Report, write_json
     from xmem.workloads.catalog import DEFAULT_WORKLOADS
 
@@ -91,7 +91,7 @@ def run_matrix(device: str) -> int:
         machine=Machine.here(),
     )
     write_json(report, RESULTS / f"{device}-quick.json")
-    (RESULTS / f"{device}-quick.md").write_text(render_markdown(report), encoding="utf-8")
+    (RESULTS / f"{device}-quick.md").write_text(markdown(report), encoding="utf-8")
     print(f"{len(results)} of {len(cases)} cases; results in {RESULTS}")
     bad = [r for r in results if r.status not in ("ok", "unsupported")]
     return 1 if bad or len(results) < len(cases) else 0
