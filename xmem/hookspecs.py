@@ -36,11 +36,11 @@ class BackendSpec:
     """Hooks of a backend; the first answer counts."""
 
     @hookspec(firstresult=True)
-    def xmem_framework(self) -> Framework | None:  # type: ignore[empty-body]
+    def xmem_framework(self) -> Framework | None:
         """Say which framework this backend drives. Must not import it."""
 
     @hookspec(firstresult=True)
-    def xmem_open(self, device: str) -> Session | None:  # type: ignore[empty-body]
+    def xmem_open(self, device: str) -> Session | None:
         """Prepare the environment, import the framework and choose the device.
 
         Args:
@@ -51,23 +51,23 @@ class BackendSpec:
         """
 
     @hookspec(firstresult=True)
-    def xmem_measure(self, session: Session) -> Measure | None:  # type: ignore[empty-body]
+    def xmem_measure(self, session: Session) -> Measure | None:
         """Count bytes exactly."""
 
     @hookspec(firstresult=True)
-    def xmem_checkpoint(self, session: Session) -> Checkpoint | None:  # type: ignore[empty-body]
+    def xmem_checkpoint(self, session: Session) -> Checkpoint | None:
         """Recompute instead of keeping."""
 
     @hookspec(firstresult=True)
-    def xmem_precision(self, session: Session) -> Precision | None:  # type: ignore[empty-body]
+    def xmem_precision(self, session: Session) -> Precision | None:
         """Compute in half precision."""
 
     @hookspec(firstresult=True)
-    def xmem_training(self, session: Session) -> Training | None:  # type: ignore[empty-body]
+    def xmem_training(self, session: Session) -> Training | None:
         """Run the steps of a training loop under one name."""
 
     @hookspec(firstresult=True)
-    def xmem_models(self, session: Session) -> Models | None:  # type: ignore[empty-body]
+    def xmem_models(self, session: Session) -> Models | None:
         """Build the conformance workloads in the framework."""
 
     @hookspec(firstresult=True)

@@ -25,7 +25,7 @@ import numpy as np
 import xmem
 from xmem.conformance.techniques import technique
 from xmem.errors import BackendUnavailableError, CapabilityError
-from xmem.report.model import Case, Machine, Result, TimelinePoint, write_json
+from xmem.report.model import Case, Machine, Result, Status, TimelinePoint, write_json
 from xmem.workloads import make_batch, make_weights, workload
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def run(case: Case, gradients_path: Path | None = None) -> Result:
         loss = current.backward()
         if index == 0 and gradients_path is not None:
             gradients = backend.training.gradients(current.model, current.optimizer)
-            np.savez(gradients_path, **gradients)  # type: ignore[arg-type]
+            np.savez(gradients_path, **gradients)
             del gradients
         current.finish()
         losses.append(item(loss))
@@ -194,12 +194,12 @@ def attempt(case: Case, gradients_path: Path | None = None) -> Result:
             result = Result(case=case, status="unavailable", reason=str(error))
         except Exception as error:  # noqa: BLE001  a worker's failure is a row of the report
             traceback.print_exc()
-            status = "out_of_memory" if _out_of_memory() else "error"
+            status: Status = "out_of_memory" if _out_of_memory() else "error"
             lines = str(error).strip().splitlines() or [""]
             reason = f"{type(error).__name__}: {lines[0]}"
             if len(lines) > 1:
                 reason += f" [...] {lines[-1]}"
-            result = Result(case=case, status=status, reason=reason)  # type: ignore[arg-type]
+            result = Result(case=case, status=status, reason=reason)
     messages = tuple(
         dict.fromkeys(str(w.message) for w in caught if issubclass(w.category, xmem.XmemWarning))
     )

@@ -27,7 +27,6 @@ from xmem.workloads.spec import (
     Sequential,
 )
 
-
 # Keeps the variance of a normal signal through Linear and GELU: 1 / sqrt(E[gelu(x)^2]).
 _GELU_GAIN = 1.53
 # The last normalisation of a residual branch starts small (Goyal et al., 2017, start it at 0), so

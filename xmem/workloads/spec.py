@@ -195,10 +195,10 @@ def children(layer: Layer) -> tuple[tuple[str, Layer], ...]:
     match layer:
         case Sequential(layers):
             return layers
-        case Residual(body, None) | Concat(body) | Block(body):
+        case Residual(body, shortcut) if shortcut is not None:
+            return (("body", body), ("shortcut", shortcut))
+        case Residual(body) | Concat(body) | Block(body):
             return (("body", body),)
-        case Residual(body, shortcut):
-            return (("body", body), ("shortcut", shortcut))  # type: ignore[arg-type]
         case _:
             return ()
 
