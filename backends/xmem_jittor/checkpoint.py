@@ -31,9 +31,10 @@ from typing import Any
 
 import jittor as jt
 
-from xmem.errors import RecomputeMismatchError
+from xmem.errors import CompositionError, RecomputeMismatchError
 from xmem_jittor import native, precision, replay
 from xmem_jittor.nested import fill, modules_behind, take_apart
+from xmem_jittor.precision import Feed
 
 _KEPT_FLAGS = ("auto_mixed_precision_level", "amp_reg")
 
@@ -43,7 +44,7 @@ class Checkpoint:
 
     def __init__(self) -> None:
         self.gaps: Mapping[str, str] = {
-            "second derivatives": "a recomputed region is differentiated once",
+            "second derivatives": "a region gives its inputs back when it is differentiated",
         }
         native.graph()  # compiled now, not inside the first step
 
@@ -100,21 +101,6 @@ class _Read:
     trained: bool
 
 
-class _Feed(jt.Function):
-    """Stands for a loss whose gradient with respect to the outputs is known; never executed."""
-
-    def __init__(self, gradients: list[Any]) -> None:
-        self.gradients = gradients
-
-    def execute(self, *outputs: Any) -> Any:
-        """Return something to differentiate."""
-        return jt.zeros((1,))
-
-    def grad(self, _: Any) -> tuple[Any, ...]:
-        """Hand over the gradients."""
-        return tuple(self.gradients)
-
-
 class _Region:
     """One call of a checkpointed function."""
 
@@ -129,6 +115,7 @@ class _Region:
         self._seeds: list[int] = []
         self._reads: list[_Read] = []
         self._outputs = 0
+        self._spent = False
 
     def first_pass(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the function without a graph and tape what it did as one operation."""
@@ -200,18 +187,28 @@ class _Region:
         Args:
             gradients: of the floating-point outputs; None where there is none.
         """
+        if self._spent:
+            raise CompositionError(
+                "gradients were asked for twice through one checkpointed region. It gives its"
+                " inputs back in the first backward; compute the loss again, or call jt.grad once"
+                " for all targets."
+            )
         inputs = self._views()
         values = [
             read.value.detach().start_grad() if read.trained else read.value.detach()
             for read in self._reads
         ]
+        targets = [v for v, wanted in zip(inputs, self._differentiable, strict=True) if wanted]
+        targets += [v for v, read in zip(values, self._reads, strict=True) if read.trained]
         with jt.flag_scope(no_grad=0, **self._flags):
             outputs = self._second_pass(inputs, values)
-            targets = [v for v, wanted in zip(inputs, self._differentiable, strict=True) if wanted]
-            targets += [
-                v for v, read in zip(values, self._reads, strict=True) if read.trained
-            ]
+            self._release()
             return _differentiate(outputs, gradients, targets)
+
+    def _release(self) -> None:
+        """Let go of all tensors: Jittor keeps this object until the whole backward has run."""
+        self._spent = True
+        self._inputs, self._reads, self._buffers, self._template = [], [], [], None
 
     def _second_pass(self, inputs: list[Any], values: list[Any]) -> list[Any]:
         """Return the floating-point outputs, recomputed from views of what the first pass read."""
@@ -241,9 +238,7 @@ class _Region:
         return [v for v in outputs if v.dtype.is_float()]
 
 
-def _differentiate(
-    outputs: list[Any], gradients: Sequence[Any], targets: list[Any]
-) -> list[Any]:
+def _differentiate(outputs: list[Any], gradients: Sequence[Any], targets: list[Any]) -> list[Any]:
     """Return the gradients of the targets; None where nothing flows."""
     pairs = [
         (output, gradient)
@@ -260,7 +255,7 @@ def _differentiate(
     wanted = [target for target, flows in zip(targets, reached, strict=True) if flows]
     if not wanted:
         return [None] * len(targets)
-    feed = _Feed([_gate(gradient, output) for output, gradient in pairs])
+    feed = Feed([_gate(gradient, output) for output, gradient in pairs])
     loss = feed(*(output for output, _ in pairs))
     found = iter(jt.grad(loss, wanted, retain_graph=False))
     return [next(found).stop_fuse() if flows else None for flows in reached]
@@ -288,9 +283,7 @@ def _swapped(handles: Sequence[Any], others: Sequence[Any]) -> Iterator[None]:
             handle.swap(other)
 
 
-def _read_by(
-    outputs: Sequence[Any], newest: int, stops: Sequence[Any]
-) -> tuple[list[int], bool]:
+def _read_by(outputs: Sequence[Any], newest: int, stops: Sequence[Any]) -> tuple[list[int], bool]:
     """Return the addresses of what was read, and whether some of it ran already."""
     executed = ctypes.c_int(0)
     capacity = 256
@@ -332,8 +325,7 @@ def _handles(addresses: Sequence[int]) -> list[list[Any]]:
     for owner, address in zip(owners[:count], objects[:count], strict=True):
         found[owner].append(ctypes.cast(address, ctypes.py_object).value)
     return [
-        held or [jt.wrap_var_addr(address)]
-        for held, address in zip(found, addresses, strict=True)
+        held or [jt.wrap_var_addr(address)] for held, address in zip(found, addresses, strict=True)
     ]
 
 

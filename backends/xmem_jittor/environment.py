@@ -152,7 +152,6 @@ def import_jittor() -> Any:
     """Import Jittor without its log lines, and say so when it compiles its core for minutes."""
     with _quiet(), _progress():
         import jittor
-
         from jittor_utils import LOG
     if _is_quiet():
         # Warnings ("has no gradient") are for the user again; only the import's noise was not.

@@ -118,9 +118,7 @@ class Measure:
         return dict(zip(CATEGORIES, values, strict=True))
 
     @contextmanager
-    def watch(
-        self, model: Any, optimizer: Any, record: Callable[[str], None]
-    ) -> Iterator[None]:
+    def watch(self, model: Any, optimizer: Any, record: Callable[[str], None]) -> Iterator[None]:
         """Follow where backward begins: the outermost call of `jt.grad`.
 
         Jittor shows no other boundary, since it runs gradients and updates interleaved.

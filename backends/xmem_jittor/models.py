@@ -19,8 +19,9 @@ from jittor import nn
 
 from xmem.errors import UsageError, unknown
 from xmem.workloads import spec as declared
+from xmem_jittor import precision
 
-_MASKED = -1e9  # added to a score, the softmax of it is exactly 0 in float32
+_MASKED = -6e4  # fits into float16, and the softmax of it is exactly 0
 
 
 class Residual(nn.Module):
@@ -111,6 +112,7 @@ class GroupNorm(nn.GroupNorm):
     def execute(self, x: Any) -> Any:
         """Normalise (batch, channels, *space)."""
         batch, channels = x.shape[:2]
+        dtype, x = x.dtype, x.float32()
         grouped = x.reshape((batch, self.num_groups, channels // self.num_groups, *x.shape[2:]))
         mean = _mean(grouped, 2).unsqueeze(2)
         variance = (_mean(grouped * grouped, 2).unsqueeze(2) - mean * mean).maximum(0.0)
@@ -118,7 +120,7 @@ class GroupNorm(nn.GroupNorm):
         shift = self.bias.reshape((1, self.num_groups, -1)) - mean * scale
         space = list(range(3, grouped.ndim))
         y = grouped * scale.broadcast(grouped, space) + shift.broadcast(grouped, space)
-        return y.reshape(x.shape)
+        return y.reshape(x.shape).cast(dtype)
 
 
 class Conv3d(nn.Conv3d):
@@ -152,12 +154,11 @@ class Conv3d(nn.Conv3d):
         images = x.reindex(
             [batch, padded, channels, height, width], ["i0", "i2", f"i1-{margin}", "i3", "i4"]
         ).reshape((batch * padded, channels, height, width))
+        images = precision.rounded(images, "conv")
         depths = (padded - slices) // step + 1
         total = None
         for index in range(slices):
-            y = nn.conv2d(
-                images, self.weight[:, :, index], None, self.stride[1:], self.padding[1:]
-            )
+            y = nn.conv2d(images, self.weight[:, :, index], None, self.stride[1:], self.padding[1:])
             y = y.reshape((batch, padded, *y.shape[1:]))
             y = y[:, index : index + step * (depths - 1) + 1 : step]
             total = y if total is None else total + y
@@ -187,7 +188,8 @@ class Models:
         return make(array).stop_grad()
 
     def loss(self, kind: str, output: Any, target: Any) -> Any:
-        """Return the scalar loss."""
+        """Return the scalar loss, computed in float32."""
+        output = output.float32()
         match kind:
             case "mse":
                 return _mean((output - target).sqr(), 1).mean()

@@ -85,6 +85,8 @@ def modules_behind(function: Callable[..., Any]) -> list[Any]:
             found[id(module)] = module
         if not isinstance(value, jt.Module):
             pending.extend(_behind(value))
+            for named in _globals(value):
+                found.update((id(module), module) for module in modules_in(named))
     return list(found.values())
 
 
@@ -109,5 +111,11 @@ def _behind(value: Any) -> Iterator[Any]:
             continue
         yield content
     yield getattr(value, "__defaults__", None) or ()
-    for name in code.co_names:
-        yield getattr(value, "__globals__", {}).get(name)
+
+
+def _globals(value: Any) -> Iterator[Any]:
+    """Yield the global variables that a function names; not what lies behind those again."""
+    code = getattr(value, "__code__", None)
+    if isinstance(code, CodeType):
+        known = getattr(value, "__globals__", {})
+        yield from (known[name] for name in code.co_names if name in known)

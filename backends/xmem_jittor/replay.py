@@ -3,7 +3,8 @@
 Jittor 1.3.11 draws random numbers when a kernel runs, from a generator whose state nobody can
 set back, and kernels run in another order the second time. Inside a region `jt.random`, the one
 Python caller of Jittor's random operation, gives numbers that are a function of a seed and of an
-element's place instead: the finaliser of MurmurHash3 (Austin Appleby, public domain) over a counter,
+element's place instead: the finaliser of MurmurHash3 (Austin Appleby, public domain) over a
+counter,
 made of elementwise integer operations, which fuse with whatever reads them and take no memory.
 Normal numbers are two of these through the transform of Box and Muller (1958). Covered is whatever
 goes through `jt.random`: dropout, rand, randn, normal, randint, bernoulli, initialisers. Not
@@ -85,7 +86,7 @@ def _drawing(source: Callable[[], int]) -> Iterator[None]:
             jt.random = _plain_random
 
 
-def _random(shape: Sequence[int], dtype: Any = "float32", type: str = "uniform") -> Any:  # noqa: A002
+def _random(shape: Sequence[int], dtype: Any = "float32", type: str = "uniform") -> Any:
     """Stand in for `jt.random`, which gives float32 whatever dtype it is asked for."""
     sizes = [int(size) for size in shape]
     uniform = _uniform(sizes, _sources[-1]())
