@@ -422,3 +422,14 @@ def test_conformance_without_pytest_says_how_to_get_it(crashy, monkeypatch):
     ran = invoke("conformance", "--backend", "crashy")
     assert ran.exit_code == 2
     assert "pip install 'xmem-train[test]'" in ran.stderr
+
+
+def test_a_second_comparison_into_the_same_folder_is_refused(crashy, tmp_path):
+    from filelock import FileLock
+
+    folder = tmp_path / "report"
+    (folder / "cases").mkdir(parents=True)
+    with FileLock(folder / "cases" / ".lock"):
+        ran = CliRunner().invoke(main, ["compare", "--backend", "crashy", "-o", str(folder)])
+    assert ran.exit_code == 2, ran.output
+    assert "another comparison is writing to" in ran.output

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import pluggy
 
-from xmem import hookspecs
+from xmem import foreign, hookspecs
 from xmem.backend import CAPABILITIES, Backend, MissingCapability
 from xmem.errors import (
     BackendError,
@@ -194,6 +194,7 @@ def load(name: str, device: str) -> Backend:
     """
     if device not in DEVICES:
         raise UsageError(unknown("device", device, DEVICES))
+    foreign.warn_once()
     manager, main = _load_manager(name)
     framework = _framework_of(manager, name)
     _require_framework(name, framework)

@@ -33,6 +33,8 @@ class Measure:
         self.gaps: Mapping[str, str] = {}
         if not isinstance(self._source, AllocatorSource):
             self.gaps = {"by_category": _CATEGORY_GAP.format(self._source.name)}
+        if isinstance(self._source, ProfilerSource):
+            self.gaps = {**self.gaps, "limit": "the profiler watches and cannot refuse"}
 
     @property
     def source(self) -> str:

@@ -173,7 +173,33 @@ def command(
 
 
 def _run(run: Run, notes: list[str], *, limited: bool) -> int:
-    notes = notes + _prepare(run)
+    with _own_folder(run):
+        return _run_alone(run, notes + _prepare(run), limited=limited)
+
+
+@contextmanager
+def _own_folder(run: Run) -> Iterator[None]:
+    """Make the folder, and keep a second comparison from mixing its results in."""
+    from filelock import FileLock, Timeout
+
+    try:
+        run.case_folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(run.case_folder / ".lock")
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise ReportError(
+            f"another comparison is writing to {run.folder}; wait for it, or name another folder"
+            " with -o"
+        ) from error
+    except OSError as error:
+        raise ReportError(f"cannot write to {run.folder}: {error.strerror}") from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _run_alone(run: Run, notes: list[str], *, limited: bool) -> int:
     results: list[Result] = []
     stopped = None
     with _signals_raise(), _progress(run) as progress:
@@ -203,14 +229,10 @@ def exit_code(results: Sequence[Result], *, limited: bool) -> int:
 
 
 def _prepare(run: Run) -> list[str]:
-    """Make the folder, and clear results of these cases that are not to be kept."""
+    """Clear results of these cases that are not to be kept."""
     from xmem.conformance.runner import finished, result_path
     from xmem.report.write import FILES
 
-    try:
-        run.case_folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ReportError(f"cannot write to {run.folder}: {error.strerror}") from error
     if run.resume:
         kept = sum(finished(case, run.case_folder) is not None for case in run.cases)
         return [f"{kept} of {len(run.cases)} cases are taken from {run.case_folder}"]

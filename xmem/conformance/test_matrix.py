@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from xmem.conformance.runner import result_path
+from xmem.conformance.plugin import chosen_cases
+from xmem.conformance.runner import result_path, run_case
 from xmem.conformance.small import relative_error
 from xmem.conformance.techniques import technique
 from xmem.report.compare import FRAMEWORK_LOSS_TOLERANCE, finite, loss_difference
@@ -118,3 +119,22 @@ def test_baseline_losses_agree_across_backends(pair: tuple[Case, Case], results:
     assert difference <= FRAMEWORK_LOSS_TOLERANCE, (
         f"{difference:.2e} off: {first.losses} against {second.losses}"
     )
+
+
+def test_three_processes_have_one_peak(
+    backend_name: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """The first workload's baseline, three times from the start."""
+    case = next(
+        c
+        for c in chosen_cases(request.config)
+        if c.backend == backend_name and c.technique == "baseline"
+    )
+    found = [run_case(case, tmp_path / str(i)) for i in range(3)]
+    if found[0].status == "unsupported":
+        pytest.skip(found[0].reason)
+    assert {r.status for r in found} == {"ok"}, [r.reason for r in found]
+    assert len({(r.static_bytes, r.peaks_bytes) for r in found}) == 1, [
+        r.peaks_bytes for r in found
+    ]
+    assert len({r.losses for r in found}) == 1, [r.losses for r in found]
