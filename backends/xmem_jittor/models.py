@@ -8,7 +8,9 @@ and `nn.mse_loss` of 262144 numbers is off by 8e-5 (see `_mean`).
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
@@ -156,12 +158,13 @@ class Conv3d(nn.Conv3d):
         ).reshape((batch * padded, channels, height, width))
         images = precision.rounded(images, "conv")
         depths = (padded - slices) // step + 1
-        total = None
+        last = step * (depths - 1) + 1
+        parts = []
         for index in range(slices):
             y = nn.conv2d(images, self.weight[:, :, index], None, self.stride[1:], self.padding[1:])
             y = y.reshape((batch, padded, *y.shape[1:]))
-            y = y[:, index : index + step * (depths - 1) + 1 : step]
-            total = y if total is None else total + y
+            parts.append(y[:, index : index + last : step])
+        total = functools.reduce(operator.add, parts)
         return total.transpose((0, 2, 1, 3, 4))
 
 
