@@ -28,7 +28,7 @@ def run(name, measured):
     else:  # the capabilities alone: the meter is never made, its allocator never installed
         from importlib import import_module
 
-        session = import_module(f"xmem_{name}.environment").prepare("cpu")
+        session = import_module(f"xmem_{name}.environment").open_session("cpu")
         plugin = import_module(f"xmem_{name}.plugin")
         models, training = plugin.xmem_models(session), plugin.xmem_training(session)
         synchronize = _synchronize(name)

@@ -69,3 +69,8 @@ def test_nothing_in_xmem_imports_a_framework():
                 names = [node.module or ""]
             tops = {name.split(".")[0] for name in names}
             assert not tops & {"torch", "jittor"}, f"{path}:{node.lineno}"
+
+
+def test_both_environments_are_opened_by_the_same_function():
+    for backend in ("xmem_torch", "xmem_jittor"):
+        assert "open_session" in public(tree(backend, "environment.py").body)

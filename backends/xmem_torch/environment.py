@@ -6,7 +6,7 @@ from xmem.errors import BackendUnavailableError
 from xmem.protocols import Session
 
 
-def prepare(device: str) -> Session:
+def open_session(device: str) -> Session:
     """Return the session for "auto", "cpu" or "cuda".
 
     Raises:

@@ -24,9 +24,9 @@ def xmem_framework() -> Framework:
 @hookimpl
 def xmem_open(device: str) -> Session:
     """Import PyTorch and choose the device."""
-    from xmem_torch.environment import prepare
+    from xmem_torch.environment import open_session
 
-    return prepare(device)
+    return open_session(device)
 
 
 @hookimpl
