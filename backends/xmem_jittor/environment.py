@@ -202,17 +202,29 @@ def _report(done: threading.Event) -> None:
 
 
 def status_line(seconds: float, files: int | None) -> str:
-    """Return the line that says how far the compilation of Jittor's core is."""
-    counted = "" if files is None else f", {files} of about {_CORE_FILES} files"
+    """Return the line that says how far the compilation of Jittor's core is.
+
+    Args:
+        seconds: since the import began.
+        files: how many parts of the core are compiled, or None where the core is there already.
+    """
+    if files is None:
+        return (
+            f"xmem: Jittor is being imported: {seconds:.0f} s; it compiles its operators, or waits"
+            " for another process that compiles\n"
+        )
     return (
         f"xmem: Jittor compiles its core for the first time: {seconds:.0f} s (about"
-        f" {_CORE_SECONDS} s on two cores){counted}\n"
+        f" {_CORE_SECONDS} s on two cores), {files} of about {_CORE_FILES} files\n"
     )
 
 
 def _object_files() -> int | None:
-    # A module that is being imported; its cache path exists once it has found the compiler.
-    folder = getattr(sys.modules.get("jittor_utils"), "cache_path", None)
-    if folder is None:
-        return None
-    return sum(1 for _ in Path(folder).glob("obj_files/*.o"))
+    # Modules that are being imported; their cache paths are known before anything is compiled.
+    for module in ("jittor.compiler", "jittor_utils"):
+        folder = getattr(sys.modules.get(module), "cache_path", None)
+        if folder is not None:
+            if any(Path(folder).glob("jittor_core*.so")):
+                return None
+            return sum(1 for _ in Path(folder).glob("obj_files/*.o"))
+    return None

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import ctypes
 import os
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import jittor as jt
 
-from xmem.errors import MeasurementError, XmemWarning
+from xmem.errors import MeasurementError
 from xmem.protocols import CATEGORIES, Category, Counters, Tagged
 from xmem_jittor import native
 from xmem_jittor.nested import modules_in, tensors_in
@@ -77,7 +76,7 @@ class Measure:
         if not self._library.xmem_jittor_counters(values):
             raise MeasurementError(
                 "Jittor no longer allocates from the pool that xmem counts: one of its allocator"
-                " flags was changed since xmem.use()."
+                " flags (use_stat_allocator...) was changed since xmem.use()."
             )
         return Counters(*values)
 
@@ -92,8 +91,11 @@ class Measure:
     def owned(self, model: Any, optimizer: Any, inputs: Any) -> dict[Category, Sequence[Any]]:
         """Return the tensors that model, optimizer and inputs own."""
         held = [p for module in modules_in(model) for p in module.parameters()]
+        known = {id(p) for p in held}
+        given = [p for group in _groups(optimizer) for p in group["params"]]
         return {
-            "parameter": [p for p in held if not p.is_stop_grad()],
+            "parameter": [p for p in held if not p.is_stop_grad()]
+            + [p for p in given if id(p) not in known],
             "buffer": [p for p in held if p.is_stop_grad()],
             "gradient": [g for group in _groups(optimizer) for g in group.get("grads", ())],
             "optimizer": [v for group in _groups(optimizer) for v in _states(group)],
@@ -168,13 +170,6 @@ def _refuse_broken_flags() -> None:
                 " views: its results are silently wrong, and xmem does not count it. Set"
                 f" {name}={1 if broken == 0 else 0}."
             )
-    if jt.flags.use_stat_allocator == 1:
-        warnings.warn(
-            "Jittor runs with use_stat_allocator=1, which puts another pool in use than the one"
-            " that xmem counts. Set use_stat_allocator=0.",
-            XmemWarning,
-            stacklevel=3,
-        )
 
 
 def _groups(optimizer: Any) -> list[dict[str, Any]]:

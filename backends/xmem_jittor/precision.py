@@ -25,7 +25,7 @@ from typing import Any
 import jittor as jt
 from jittor import nn, pool
 
-from xmem.errors import CapabilityError, UsageError, unknown
+from xmem.errors import CapabilityError, CompositionError, UsageError, unknown
 from xmem.operations import OPERATIONS
 
 _BFLOAT16 = (
@@ -177,6 +177,12 @@ class _Half(jt.Function):
 
     def grad(self, gradient: Any) -> list[Any]:
         """Differentiate the operation, built again on what was kept."""
+        if not self.kept:
+            raise CompositionError(
+                "gradients were asked for twice through an operation that ran under autocast. It"
+                " gives its inputs back in the first backward; compute the loss again, or call"
+                " jt.grad once for all targets."
+            )
         dtype = self.region.dtype
         with jt.flag_scope(no_grad=0), _entered(None):
             inputs = [_raise(x.cast(dtype)).detach().start_grad() for x in self.kept]

@@ -305,6 +305,17 @@ def test_a_value_that_is_waited_for_inside_does_not_lose_gradients(backend):
     assert np.abs(again[0]).max() > 0
 
 
+def test_without_lazy_execution_gradients_are_right_too(backend):
+    import jittor as jt
+    from jittor import nn
+
+    net, x = nn.Sequential(nn.Linear(8, 8), nn.GELU()), learnt(4, 8)
+    with jt.flag_scope(lazy_execution=0):
+        plain, again = both(net, x, targets=[*trained(net), x])
+    assert error(again, plain) <= 1e-6
+    assert np.abs(again[0]).max() > 0
+
+
 def test_the_loss_may_be_waited_for_before_backward(backend):
     net, x = chain(4, 32), normal(16, 32)
     found = []

@@ -199,7 +199,7 @@ def test_the_status_line_counts():
     line = environment.status_line(40.2, 120)
     assert "40 s" in line
     assert "120 of about" in line
-    assert "files" not in environment.status_line(40.2, None)
+    assert "core" not in environment.status_line(40.2, None)
 
 
 def need_jittor():

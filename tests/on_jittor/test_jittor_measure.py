@@ -185,6 +185,19 @@ def test_allocators_that_give_wrong_results_are_refused(backend, name, broken):
         backend.measure.counters()
 
 
+def test_another_pool_than_ours_is_refused(backend):
+    import jittor as jt
+
+    with jt.flag_scope(use_stat_allocator=1), pytest.raises(xmem.MeasurementError, match="pool"):
+        backend.measure.counters()
+
+
+def test_an_optimizers_parameters_are_known_without_the_model(backend):
+    net, optimizer, _ = make_run(depth=2, width=8)
+    assert len(backend.measure.owned(None, optimizer, None)["parameter"]) == 4
+    assert len(backend.measure.owned(net, optimizer, None)["parameter"]) == 4
+
+
 def test_settings_name_what_moves_memory(backend):
     found = backend.measure.settings()
     assert found["onednn"] == "True"

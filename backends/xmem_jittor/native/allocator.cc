@@ -230,13 +230,8 @@ Pool* pool_of(Allocator* allocator) {
     return nullptr;
 }
 
-// The pool that the device in use allocates from.
-Pool* active() {
-#ifdef HAS_CUDA
-    if (use_cuda) return pool_of(get_allocator());
-#endif
-    return pool_of(cpu_allocator);
-}
+// The pool that the next execution allocates from, or nullptr if Jittor's flags choose another.
+Pool* active() { return pool_of(get_allocator()); }
 
 bool is_view(Op* op) {
     const std::string name = op->name();
