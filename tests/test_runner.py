@@ -54,6 +54,13 @@ def test_checkpointing_calls_each_block_twice(tmp_path):
     assert result.peak_above_static_bytes == 400
 
 
+def test_what_a_backend_says_while_it_works_is_passed_on(crashy, tmp_path):
+    crashy.plan({"mlp/baseline": "status"})
+    said = []
+    assert run_case(case(), tmp_path, on_status=said.append).status == "ok"
+    assert set(said) == {"xmem: half way there"}
+
+
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV", "SIGABRT"])
 def test_a_worker_killed_by_a_signal_is_an_error_with_the_signals_name(name, crashy, tmp_path):
     crashy.plan({"mlp/baseline": name})

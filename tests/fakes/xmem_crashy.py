@@ -56,6 +56,9 @@ def break_down(state):
     elif how == "noise":
         print('{"status": "ok"}\x1b[31m' * 3)
         print("\udcff not text \x00", file=sys.stderr)
+    elif how == "status":
+        print("xmem: half way there", file=sys.stderr, flush=True)
+        print("something else", flush=True)
     elif how == "raise":
         raise RuntimeError("first line <script>alert(1)</script>\nin between\nlast | line")
     elif how == "out_of_memory":

@@ -249,7 +249,11 @@ def _collect(run: Run, results: list[Result], progress: LiveProgress | PlainProg
 
     baselines: dict[Case, Result] = {}
     coming = run_cases(
-        run.cases, run.case_folder, resume=run.resume, timeout_seconds=run.timeout_seconds
+        run.cases,
+        run.case_folder,
+        resume=run.resume,
+        timeout_seconds=run.timeout_seconds,
+        on_status=progress.say,
     )
     for case in run.cases:
         progress.begin(case)

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -20,6 +20,8 @@ from xmem.workloads import workload
 
 TIMEOUT_SECONDS = 1800.0
 _LOG_LINES = 8
+_POLL_SECONDS = 1.0
+_STATUS = "xmem: "
 
 
 def matrix(
@@ -89,8 +91,22 @@ def finished(case: Case, folder: Path) -> Result | None:
     return result
 
 
-def run_case(case: Case, folder: Path, *, timeout_seconds: float = TIMEOUT_SECONDS) -> Result:
-    """Run one case in a fresh process and return its result, which is also on disk."""
+def run_case(
+    case: Case,
+    folder: Path,
+    *,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+    on_status: Callable[[str], None] | None = None,
+) -> Result:
+    """Run one case in a fresh process and return its result, which is also on disk.
+
+    Args:
+        case: what to run.
+        folder: where its files go.
+        timeout_seconds: after this the process is ended.
+        on_status: is given what a backend says while it works, line by line: what it prints
+            that begins with "xmem: ".
+    """
     folder.mkdir(parents=True, exist_ok=True)
     path = result_path(case, folder)
     path.unlink(missing_ok=True)
@@ -112,9 +128,7 @@ def run_case(case: Case, folder: Path, *, timeout_seconds: float = TIMEOUT_SECON
             start_new_session=True,
         )
         try:
-            code = process.wait(timeout_seconds)
-        except subprocess.TimeoutExpired:
-            code = None
+            code = _wait(process, timeout_seconds, log_path, on_status)
         finally:
             _end(process)
     if path.exists():
@@ -128,6 +142,29 @@ def run_case(case: Case, folder: Path, *, timeout_seconds: float = TIMEOUT_SECON
     )
     write_json(result, path)
     return result
+
+
+def _wait(
+    process: subprocess.Popen[bytes],
+    timeout_seconds: float,
+    log_path: Path,
+    on_status: Callable[[str], None] | None,
+) -> int | None:
+    """Return the exit code, or None when time is up; pass status lines on meanwhile."""
+    deadline = time.monotonic() + timeout_seconds
+    with log_path.open("rb") as log:
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                code = process.wait(max(0.0, min(left, _POLL_SECONDS)))
+            except subprocess.TimeoutExpired:
+                code = None
+            if on_status is not None:
+                for line in log.read().decode("utf-8", "replace").splitlines():
+                    if line.startswith(_STATUS):
+                        on_status(line)
+            if code is not None or left <= 0:
+                return code
 
 
 def _environment(case: Case) -> dict[str, str]:
@@ -160,6 +197,7 @@ def run_cases(
     *,
     resume: bool = False,
     timeout_seconds: float = TIMEOUT_SECONDS,
+    on_status: Callable[[str], None] | None = None,
 ) -> Iterator[Result]:
     """Run cases one after the other and yield each result as it comes.
 
@@ -168,12 +206,13 @@ def run_cases(
         folder: where each case's file goes.
         resume: take results that are already there.
         timeout_seconds: for each case.
+        on_status: see `run_case`.
     """
     from xmem.plugins import observers
 
     for case in cases:
         result = finished(case, folder) if resume else None
         if result is None:
-            result = run_case(case, folder, timeout_seconds=timeout_seconds)
+            result = run_case(case, folder, timeout_seconds=timeout_seconds, on_status=on_status)
         observers.hook.xmem_result.call_historic(kwargs={"result": result})
         yield result
