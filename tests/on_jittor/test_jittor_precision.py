@@ -60,7 +60,7 @@ def test_what_is_kept_halves_and_gradients_stay_float32(backend):
     }
     assert all(g.dtype == np.float32 for g in found[True])
     assert error(found[True], found[False]) <= 5e-3
-    assert peaks[True] <= 0.65 * peaks[False], peaks
+    assert peaks[True] <= 0.7 * peaks[False], peaks
 
 
 def layers():
@@ -136,3 +136,20 @@ def test_names_are_checked(backend):
     with pytest.raises(xmem.CapabilityError, match="bfloat16"):
         xmem.autocast("bfloat16")
     assert "bfloat16" in backend.precision.gaps
+
+
+def test_casts_are_exact(backend):
+    import jittor as jt
+    from xmem_jittor import halves
+
+    generator = np.random.default_rng(0)
+    sizes = 10.0 ** generator.uniform(-9, 5, 1003)
+    values = (generator.standard_normal(1003) * sizes).astype(np.float32)
+    values[:4] = [0, 65504, 70000, 1e-8]
+    with np.errstate(over="ignore"):
+        expected = values.astype(np.float16)
+    half = halves.to_half(jt.array(values), "float16")
+    assert str(half.dtype) == "float16"
+    assert np.array_equal(half.numpy(), expected)
+    assert np.array_equal(halves.to_float32(half).numpy(), expected.astype(np.float32))
+    assert half is halves.to_half(half, "float16")
