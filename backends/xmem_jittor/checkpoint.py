@@ -23,9 +23,8 @@ Only first derivatives; needs `jt.flags.lazy_execution` (with it off, every tens
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,8 +32,9 @@ import jittor as jt
 
 from xmem.errors import CompositionError, RecomputeMismatchError
 from xmem_jittor import native, precision, replay
+from xmem_jittor.graph import handles_of, newest_node, reached, read_by, swapped
 from xmem_jittor.nested import fill, modules_behind, take_apart
-from xmem_jittor.precision import Feed
+from xmem_jittor.regions import Feed
 
 _KEPT_FLAGS = ("auto_mixed_precision_level", "amp_reg")
 
@@ -122,8 +122,11 @@ class _Region:
         inputs: list[Any] = []
         self._template = take_apart((tuple(args), dict(kwargs)), inputs)
         self._differentiable = [v.dtype.is_float() and not v.is_stop_grad() for v in inputs]
-        self._inputs = [v.detach() for v in inputs]
-        newest = native.graph().xmem_jittor_total_node()
+        self._inputs = [
+            v.detach() if wanted else v.detach().stop_grad()
+            for v, wanted in zip(inputs, self._differentiable, strict=True)
+        ]
+        newest = newest_node()
         with jt.flag_scope(no_grad=1), self._recording() as self._seeds:
             result = self._call(self._inputs)
         outputs: list[Any] = []
@@ -145,18 +148,18 @@ class _Region:
 
     def _find_reads(self, outputs: Sequence[Any], newest: int) -> list[_Read]:
         """Return what the function read beside its inputs, in a fixed order."""
-        found, executed = _read_by(outputs, newest, self._inputs)
+        found, executed = read_by(outputs, newest, self._inputs)
         if executed:
             # Somebody waited for a value in the first pass, which forgets its graph then; a graph
             # with gradients does not.
-            with self._recording(), _swapped(self._buffers, [b.detach() for b in self._buffers]):
+            with self._recording(), swapped(self._buffers, _thrown_away(self._buffers)):
                 views = self._views()
-                newest = native.graph().xmem_jittor_total_node()
+                newest = newest_node()
                 again: list[Any] = []
                 take_apart(self._call(views), again)
-                found, _ = _read_by(again, newest, views)
+                found, _ = read_by(again, newest, views)
         reads = []
-        for handles in _handles(found):
+        for handles in handles_of(found):
             var = handles[0]
             trained = var.dtype.is_float() and not var.is_stop_grad()
             reads.append(_Read(handles, var.detach(), trained))
@@ -195,7 +198,7 @@ class _Region:
             )
         inputs = self._views()
         values = [
-            read.value.detach().start_grad() if read.trained else read.value.detach()
+            read.value.detach().start_grad() if read.trained else read.value.detach().stop_grad()
             for read in self._reads
         ]
         targets = [v for v, wanted in zip(inputs, self._differentiable, strict=True) if wanted]
@@ -225,8 +228,8 @@ class _Region:
             if self._preserve_rng:
                 stack.enter_context(replay.replayed(self._seeds))
             stack.enter_context(self._precision())
-            stack.enter_context(_swapped(handles, views))
-            stack.enter_context(_swapped(buffers, [b.detach() for b in buffers]))
+            stack.enter_context(swapped(handles, views))
+            stack.enter_context(swapped(buffers, _thrown_away(buffers)))
             take_apart(self._call(inputs), outputs)
             # A handle that is an output gets its own tensor back at the end of this block.
             outputs = [jt.wrap_var_addr(v.var_ptr) if id(v) in known else v for v in outputs]
@@ -251,14 +254,19 @@ def _differentiate(outputs: list[Any], gradients: Sequence[Any], targets: list[A
                 f"a checkpointed region returned shape {tuple(gradient.shape)} in forward and"
                 f" {tuple(output.shape)} when it was recomputed"
             )
-    reached = _reached([output for output, _ in pairs], targets)
-    wanted = [target for target, flows in zip(targets, reached, strict=True) if flows]
+    flowing = reached([output for output, _ in pairs], targets)
+    wanted = [target for target, flows in zip(targets, flowing, strict=True) if flows]
     if not wanted:
         return [None] * len(targets)
     feed = Feed([_gate(gradient, output) for output, gradient in pairs])
     loss = feed(*(output for output, _ in pairs))
     found = iter(jt.grad(loss, wanted, retain_graph=False))
-    return [next(found).stop_fuse() if flows else None for flows in reached]
+    return [next(found).stop_fuse() if flows else None for flows in flowing]
+
+
+def _thrown_away(buffers: Sequence[Any]) -> list[Any]:
+    """Return views that updates may go to, to be dropped unread."""
+    return [b.detach().stop_grad() for b in buffers]
 
 
 def _gate(gradient: Any, recomputed: Any) -> Any:
@@ -269,69 +277,3 @@ def _gate(gradient: Any, recomputed: Any) -> Any:
         cpu_src="(void)0;",
         cuda_src="(void)0;",
     )[0]
-
-
-@contextmanager
-def _swapped(handles: Sequence[Any], others: Sequence[Any]) -> Iterator[None]:
-    """Let handles hold other tensors inside the block."""
-    for handle, other in zip(handles, others, strict=True):
-        handle.swap(other)
-    try:
-        yield
-    finally:
-        for handle, other in zip(handles, others, strict=True):
-            handle.swap(other)
-
-
-def _read_by(outputs: Sequence[Any], newest: int, stops: Sequence[Any]) -> tuple[list[int], bool]:
-    """Return the addresses of what was read, and whether some of it ran already."""
-    executed = ctypes.c_int(0)
-    capacity = 256
-    while True:
-        found = (ctypes.c_longlong * capacity)()
-        count = native.graph().xmem_jittor_read_by(
-            *native.addresses(outputs),
-            newest,
-            *native.addresses(stops),
-            found,
-            capacity,
-            ctypes.byref(executed),
-        )
-        if count <= capacity:
-            return list(found[:count]), bool(executed.value)
-        capacity = count
-
-
-def _handles(addresses: Sequence[int]) -> list[list[Any]]:
-    """Return the Python objects behind each tensor; a new one where there is none."""
-    if not addresses:
-        return []
-    capacity = 4 * len(addresses) + 64
-    while True:
-        owners = (ctypes.c_int * capacity)()
-        objects = (ctypes.c_longlong * capacity)()
-        count = native.graph().xmem_jittor_handles(
-            (ctypes.c_longlong * len(addresses))(*addresses),
-            len(addresses),
-            id(jt.Var),
-            owners,
-            objects,
-            capacity,
-        )
-        if count <= capacity:
-            break
-        capacity = count
-    found: list[list[Any]] = [[] for _ in addresses]
-    for owner, address in zip(owners[:count], objects[:count], strict=True):
-        found[owner].append(ctypes.cast(address, ctypes.py_object).value)
-    return [
-        held or [jt.wrap_var_addr(address)] for held, address in zip(found, addresses, strict=True)
-    ]
-
-
-def _reached(outputs: Sequence[Any], targets: Sequence[Any]) -> list[bool]:
-    flags = (ctypes.c_int * max(len(targets), 1))()
-    native.graph().xmem_jittor_reached_by_gradient(
-        *native.addresses(outputs), *native.addresses(targets), flags
-    )
-    return [bool(flag) for flag in flags[: len(targets)]]

@@ -21,7 +21,7 @@ from jittor import nn
 
 from xmem.errors import UsageError, unknown
 from xmem.workloads import spec as declared
-from xmem_jittor import precision
+from xmem_jittor import regions
 
 _MASKED = -6e4  # fits into float16, and the softmax of it is exactly 0
 
@@ -156,7 +156,7 @@ class Conv3d(nn.Conv3d):
         images = x.reindex(
             [batch, padded, channels, height, width], ["i0", "i2", f"i1-{margin}", "i3", "i4"]
         ).reshape((batch * padded, channels, height, width))
-        images = precision.rounded(images, "conv")
+        images = regions.rounded(images, "conv")
         depths = (padded - slices) // step + 1
         last = step * (depths - 1) + 1
         parts = []

@@ -9,9 +9,9 @@ import xmem
 
 def attributes():
     """Return everything that autocast replaces, as it is now."""
-    from xmem_jittor import precision
+    from xmem_jittor import operations
 
-    return [owner.__dict__[name] for _, owner, name, _ in precision._replacements()]
+    return [owner.__dict__[name] for _, owner, name, _ in operations.replacements()]
 
 
 def test_blocks_leave_everything_as_it_was(backend):
