@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from datetime import datetime, timezone
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -52,18 +52,22 @@ def make_visible(folder: Path) -> None:
         sys.path[:0] = [str(p) for p in parts[:3]]
 
 
-def run_matrix(device: str) -> int:
+def run_matrix(
+    device: str,
+    backends: Sequence[str] = ("torch", "jittor"),
+    workloads: Sequence[str] | None = None,
+) -> int:
     """Run the matrix on a device and write the report; returns the exit status."""
-    import xmem
     from xmem.conformance.runner import matrix, run_cases
     from xmem.plugins import backend_infos
     from xmem.report.markdown import markdown
-    from xmem.report.model import Machine, Report, write_json
+    from xmem.report.model import write_json
+    from xmem.report.write import make_report
     from xmem.workloads.catalog import DEFAULT_WORKLOADS
 
-    usable = [i.name for i in backend_infos() if i.usable and i.name in ("torch", "jittor")]
+    usable = [i.name for i in backend_infos() if i.usable and i.name in backends]
     for info in backend_infos():
-        if not info.usable:
+        if info.name in backends and not info.usable:
             print(f"{info.name}: {info.reason}")
     if not usable:
         print("No framework is installed here; nothing was run.")
@@ -71,7 +75,7 @@ def run_matrix(device: str) -> int:
     begin = time.monotonic()
     results = []
     techniques = ["baseline", "checkpoint", "autocast"]
-    cases = matrix(usable, list(DEFAULT_WORKLOADS), techniques, device=device)
+    cases = matrix(usable, workloads or DEFAULT_WORKLOADS, techniques, device=device)
     RESULTS.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         for case in sorted(cases, key=lambda c: usable.index(c.backend)):
@@ -84,12 +88,7 @@ def run_matrix(device: str) -> int:
             print(f"{case.name}: {result.status} {peak} bytes above static {result.reason}")
             sys.stdout.flush()
             results.append(result)
-    report = Report(
-        results=tuple(results),
-        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        xmem_version=xmem.__version__,
-        machine=Machine.here(),
-    )
+    report = make_report(results)
     write_json(report, RESULTS / f"{device}-quick.json")
     (RESULTS / f"{device}-quick.md").write_text(markdown(report), encoding="utf-8")
     print(f"{len(results)} of {len(cases)} cases; results in {RESULTS}")
