@@ -33,7 +33,7 @@ compare: $(READY)
 
 test: $(READY)
 	@$(BIN)/python -m pytest tests -m 'not soak'
-	@$(BIN)/xmem conformance $(foreach b,$(BACKENDS),--backend $(b))
+	@$(BIN)/xmem conformance $(foreach b,$(BACKENDS),--backend $(b)) -- --no-gaps -q
 
 check: $(READY)
 	@$(BIN)/ruff format --check .

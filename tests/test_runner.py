@@ -192,3 +192,23 @@ def test_threads_reach_the_worker_through_its_environment(tmp_path, monkeypatch)
     monkeypatch.setenv("OMP_NUM_THREADS", "64")
     assert runner._environment(case(threads=3))["OMP_NUM_THREADS"] == "3"
     assert os.environ["OMP_NUM_THREADS"] == "64"
+
+
+def test_a_result_that_no_report_can_hold_is_an_error_and_the_rest_still_runs(crashy, tmp_path):
+    crashy.plan({"mlp/baseline": "bad_settings"})
+    found = list(run_cases([case(), case("checkpoint")], tmp_path))
+    assert [r.status for r in found] == ["error", "ok"]
+    assert "Expected `str`, got `int`" in found[0].reason
+
+
+def test_what_another_version_or_machine_measured_is_measured_again(tmp_path):
+    import msgspec
+
+    from xmem.report.model import Machine, write_json
+
+    result = run_case(case(), tmp_path)
+    assert finished(case(), tmp_path) == result
+    elsewhere = msgspec.structs.replace(Machine.here(), processor_count=1000)
+    for change in ({"machine": elsewhere}, {"distribution": "xmem-crashy 0.0"}):
+        write_json(msgspec.structs.replace(result, **change), result_path(case(), tmp_path))
+        assert finished(case(), tmp_path) is None

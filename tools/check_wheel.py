@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MUST_CONTAIN = (
     "xmem/py.typed",
     "xmem/conformance/test_matrix.py",
-    "xmem/report/templates/report.html.j2",
+    "xmem/report/templates/report.html",
     "xmem_torch/plugin.py",
     "xmem_torch/native/allocator.cpp",
     "xmem_jittor/plugin.py",

@@ -43,7 +43,10 @@ def use(name: str, *, device: str = "auto") -> Backend:
         backend = _loaded.get((name, device))
         if backend is None:
             backend = plugins.load(name, device)
-            _loaded[name, device] = backend
+        elif _active is not None and _active is not backend and _active.name == name:
+            plugins.reopen(backend)  # the framework itself was switched to another device
+        _loaded.pop((name, device), None)
+        _loaded[name, device] = backend  # the latest comes last
         _active = backend
         return backend
 
@@ -60,6 +63,22 @@ def active() -> Backend:
             " xmem.backends() lists what is installed."
         )
     return _active
+
+
+def loaded(name: str) -> Backend:
+    """Return a backend that this process has used, active or not.
+
+    Raises:
+        NoActiveBackendError: `xmem.use()` has not been called with this name.
+    """
+    if _active is not None and _active.name == name:
+        return _active
+    for backend in reversed(_loaded.values()):
+        if backend.name == name:
+            return backend
+    raise NoActiveBackendError(
+        f"backend {name!r} is not in use in this process. Call xmem.use({name!r}) first."
+    )
 
 
 def backends() -> list[BackendInfo]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from xmem.errors import CapabilityError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from xmem.protocols import Checkpoint, Measure, Models, Precision, Training
 
 CAPABILITIES: tuple[str, ...] = (
@@ -77,7 +75,6 @@ class Backend:
     quantize: Any
     distributed: Any
     offload: Any
-    settings: Mapping[str, str] = field(default_factory=dict)
 
     def offers(self, capability: str) -> bool:
         """Say whether a capability is there."""

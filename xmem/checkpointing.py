@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from xmem.errors import UsageError, unknown
+from xmem import api
+from xmem.errors import CompositionError, UsageError, unknown
 from xmem.receipts import Receipt, issue
 
 if TYPE_CHECKING:
@@ -19,6 +21,29 @@ if TYPE_CHECKING:
     from xmem.protocols import Checkpoint
 
 LAYOUTS = ("every",)
+
+
+@dataclass(frozen=True)
+class CheckpointedForward:
+    """What a checkpointed block runs instead of its forward.
+
+    An object and not a closure, so that it is copied and pickled with its model: a copy of the
+    model then runs the copy's blocks.
+
+    Attributes:
+        forward: the block's own forward, bound to it.
+        backend: the name of the backend that recomputes it.
+        preserve_rng: recomputation draws the same random numbers.
+    """
+
+    forward: Callable[..., Any]
+    backend: str
+    preserve_rng: bool
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward, checkpointed."""
+        capability = api.loaded(self.backend).checkpoint
+        return capability.checkpoint(self.forward, *args, preserve_rng=self.preserve_rng, **kwargs)
 
 
 def find_blocks(capability: Checkpoint, model: Any) -> list[tuple[str, Any]]:
@@ -55,45 +80,57 @@ def apply_checkpointing(
     if layout not in LAYOUTS:
         raise UsageError(unknown("layout", layout, LAYOUTS))
     capability = backend.checkpoint
-    if blocks is None:
-        found = find_blocks(capability, model)
-        note = (
-            "No list of modules with two or more blocks of one class was found in"
-            f" {type(model).__name__}; name them with blocks=[...]."
-        )
-    else:
-        found = [(type(b).__name__, b) for b in blocks]
-        note = "blocks=[] names none."
+    found, note = _chosen(capability, model, blocks)
     # One module called in several places appears several times and is wrapped once.
     unique = {id(module): (path, module) for path, module in found}
-    undos = [
-        capability.replace_forward(module, _checkpointed(capability, preserve_rng=preserve_rng))
-        for _, module in unique.values()
-    ]
+    undos: list[Callable[[], None]] = []
 
     def undo() -> None:
         while undos:
             undos.pop()()
 
-    return issue(
-        Receipt(
-            technique="checkpoint",
-            backend=backend.name,
-            applied_to=len(unique),
-            names=tuple(path for path, _ in unique.values()),
-            note="" if unique else note,
-            _undo=undo,
+    try:
+        for path, module in unique.values():
+            wrap = _wrapper(backend.name, path, preserve_rng=preserve_rng)
+            undos.append(capability.replace_forward(module, wrap))
+        return issue(
+            Receipt(
+                technique="checkpoint",
+                backend=backend.name,
+                applied_to=len(unique),
+                names=tuple(path for path, _ in unique.values()),
+                note="" if unique else note,
+                _undo=undo,
+            )
         )
+    except BaseException:  # whole or not at all, also if a warning or an observer raises
+        undo()
+        raise
+
+
+def _chosen(
+    capability: Checkpoint, model: Any, blocks: Sequence[Any] | None
+) -> tuple[list[tuple[str, Any]], str]:
+    """Return the blocks with their paths, and what to say if there are none."""
+    for given in (model, *(blocks or ())):
+        if not capability.is_module(given):
+            raise UsageError(f"{given!r} is no module of the active backend; pass its own modules")
+    if blocks is not None:
+        return [(type(b).__name__, b) for b in blocks], "blocks=[] names none."
+    return find_blocks(capability, model), (
+        "No list of modules with two or more blocks of one class was found in"
+        f" {type(model).__name__}; name them with blocks=[...]."
     )
 
 
-def _checkpointed(
-    capability: Checkpoint, *, preserve_rng: bool
+def _wrapper(
+    backend: str, path: str, *, preserve_rng: bool
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def wrap(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            return capability.checkpoint(forward, *args, preserve_rng=preserve_rng, **kwargs)
-
-        return run
+        if isinstance(forward, CheckpointedForward):
+            raise CompositionError(
+                f"block {path!r} is checkpointed already; call undo() of its receipt first"
+            )
+        return CheckpointedForward(forward, backend, preserve_rng)
 
     return wrap

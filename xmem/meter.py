@@ -42,6 +42,13 @@ class Phase:
 
 
 _last_model: int | None = None
+_open: Measurement | None = None
+
+
+def _known(peak_bytes: int | None) -> int:
+    if peak_bytes is None:
+        raise MeasurementError("the backend knows no peak inside a measured block: a bug in it")
+    return peak_bytes
 
 
 def _collect_garbage(model: Any) -> None:
@@ -93,12 +100,28 @@ class Measurement:
         self.gpu_process_bytes: int | None = None
 
     def __enter__(self) -> Measurement:
+        global _open
+        if self._start is not None:
+            raise MeasurementError("a Measurement measures one block; make a new one")
+        if _open is not None:
+            raise MeasurementError(
+                "a measured block is open already, and there is one peak to be had. Measure one"
+                " after the other, or note a boundary inside the block with mark(name)."
+            )
         meter = self._backend.measure
         meter.synchronize()
         _collect_garbage(self._model)
-        for category, tensors in meter.owned(self._model, self._optimizer, self._inputs).items():
+        owned = meter.owned(self._model, self._optimizer, self._inputs)
+        for category, tensors in owned.items():
             self.untracked_bytes += meter.tag(category, tensors).untracked_bytes
         meter.tag_untagged("other")
+        if self._model is not None and owned and not (owned["parameter"] or owned["buffer"]):
+            warnings.warn(
+                f"model={type(self._model).__name__} has no parameters that xmem can find; pass a"
+                " module, or a list of modules.",
+                XmemWarning,
+                stacklevel=2,
+            )
         if self.untracked_bytes:
             warnings.warn(
                 f"{self.untracked_bytes} bytes of what is measured were not allocated through"
@@ -107,9 +130,12 @@ class Measurement:
                 XmemWarning,
                 stacklevel=2,
             )
-        self._stack.enter_context(meter.watch(self._model, self._optimizer, self.mark))
-        meter.reset_peak()
-        self._start = meter.counters()
+        with self._stack:
+            self._stack.enter_context(meter.watch(self._model, self._optimizer, self.mark))
+            meter.reset_peak()
+            self._start = meter.counters()
+            self._stack = self._stack.pop_all()
+        _open = self
         self._started = time.perf_counter()
         return self
 
@@ -119,14 +145,15 @@ class Measurement:
         value: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        global _open
+        _open = None
         meter = self._backend.measure
-        try:
+        with self._stack:
             if kind is None:
                 meter.synchronize()
-        finally:
             self.seconds = time.perf_counter() - self._started
             self._end = meter.counters()
-            self._stack.close()
+        try:
             if kind is None:
                 owners = meter.owned(self._model, self._optimizer, self._inputs)
                 for category, tensors in owners.items():
@@ -135,6 +162,7 @@ class Measurement:
             self.peak_process_bytes = process.peak_process_bytes()
             if self._backend.device != "cpu":
                 self.gpu_process_bytes = process.gpu_process_bytes()
+        finally:
             # A measurement outlives its block; the model must not outlive it for that.
             self._model = self._optimizer = self._inputs = None
 
@@ -150,7 +178,7 @@ class Measurement:
                 name=name,
                 seconds=time.perf_counter() - self._started,
                 allocated_bytes=counters.allocated_bytes,
-                peak_allocated_bytes=counters.peak_allocated_bytes,
+                peak_allocated_bytes=_known(counters.peak_allocated_bytes),
             )
         )
 
@@ -169,7 +197,8 @@ class Measurement:
     @property
     def peak_allocated_bytes(self) -> int:
         """The highest allocated bytes inside the block."""
-        return self._counters(self._end, "peak_allocated_bytes").peak_allocated_bytes
+        end = self._counters(self._end, "peak_allocated_bytes")
+        return _known(end.peak_allocated_bytes)
 
     @property
     def peak_above_static_bytes(self) -> int:

@@ -218,6 +218,12 @@ def load(name: str, device: str) -> Backend:
     )
 
 
+def reopen(backend: Backend) -> None:
+    """Switch the framework of a loaded backend to the backend's device again."""
+    manager, _ = _load_manager(backend.name)
+    manager.hook.xmem_open(device=backend.device)
+
+
 @contextmanager
 def _blame(name: str, framework: Framework, owner: str) -> Iterator[None]:
     """Tell a missing framework from a bug in a backend: only the first is "not installed"."""
@@ -253,9 +259,3 @@ def observe(plugin: object, *, name: str | None = None) -> Callable[[], None]:
             observers.unregister(name=label)
 
     return stop
-
-
-def trace(write: Callable[[str], Any]) -> Callable[[], None]:
-    """Write every observer call through `write`; returns the way to stop it."""
-    observers.trace.root.setwriter(write)
-    return observers.enable_tracing()

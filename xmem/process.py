@@ -14,11 +14,6 @@ def peak_process_bytes() -> int | None:
     return _status_bytes("VmHWM")
 
 
-def process_bytes() -> int | None:
-    """Return the resident bytes of this process now (VmRSS), or None."""
-    return _status_bytes("VmRSS")
-
-
 def _status_bytes(key: str) -> int | None:
     try:
         lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")

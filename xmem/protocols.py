@@ -76,7 +76,8 @@ class Counters:
 
     Attributes:
         allocated_bytes: requested by live tensors now.
-        peak_allocated_bytes: the highest `allocated_bytes` since `reset_peak`, scratch included.
+        peak_allocated_bytes: the highest `allocated_bytes` since `reset_peak`, scratch included;
+            None where the source knows it inside `xmem.measure` only.
         reserved_bytes: held by the framework's pool from the system or driver.
         peak_reserved_bytes: the highest `reserved_bytes` since `reset_peak`.
         allocation_count: allocations since the meter was installed.
@@ -84,7 +85,7 @@ class Counters:
     """
 
     allocated_bytes: int
-    peak_allocated_bytes: int
+    peak_allocated_bytes: int | None
     reserved_bytes: int | None
     peak_reserved_bytes: int | None
     allocation_count: int | None
@@ -131,6 +132,9 @@ class Measure(Protocol):
 
         A refused request raises the framework's own out-of-memory error, and the framework
         stays usable.
+
+        Raises:
+            UsageError: the limit is negative.
         """
 
     def owned(self, model: Any, optimizer: Any, inputs: Any) -> Mapping[Category, Sequence[Any]]:
@@ -192,6 +196,9 @@ class Checkpoint(Protocol):
             preserve_rng: the second call draws the same random numbers as the first.
             kwargs: its keyword inputs.
         """
+
+    def is_module(self, value: Any) -> bool:
+        """Say whether a value is a module of this framework."""
 
     def children(self, module: Any) -> Sequence[tuple[str, Any]]:
         """Return the direct submodules with their names, in order."""

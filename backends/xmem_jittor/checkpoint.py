@@ -61,6 +61,10 @@ class Checkpoint:
             return function(*args, **kwargs)
         return _Region(function, preserve_rng=preserve_rng).first_pass(args, kwargs)
 
+    def is_module(self, value: Any) -> bool:
+        """Say whether a value is a jt.Module."""
+        return isinstance(value, jt.Module)
+
     def children(self, module: Any) -> Sequence[tuple[str, Any]]:
         """Return the direct submodules with their names."""
         held = module.layers if isinstance(module, jt.nn.Sequential) else module.__dict__

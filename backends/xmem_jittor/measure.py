@@ -21,6 +21,7 @@ import jittor as jt
 
 from xmem.errors import MeasurementError
 from xmem.protocols import CATEGORIES, Category, Counters, Tagged
+from xmem.sizes import parse_size
 from xmem_jittor import native
 from xmem_jittor.nested import modules_in, tensors_in
 
@@ -86,7 +87,8 @@ class Measure:
 
     def set_limit(self, limit_bytes: int | None) -> None:
         """Refuse allocations beyond a limit: a RuntimeError that says "out of memory"."""
-        self._library.xmem_jittor_set_limit(-1 if limit_bytes is None else limit_bytes)
+        limit = -1 if limit_bytes is None else parse_size(limit_bytes)
+        self._library.xmem_jittor_set_limit(limit)
 
     def owned(self, model: Any, optimizer: Any, inputs: Any) -> dict[Category, Sequence[Any]]:
         """Return the tensors that model, optimizer and inputs own."""

@@ -8,13 +8,15 @@ be updated by both passes (pytorch#96136); the second pass runs with momentum 0.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from xmem_torch import precision
 
 
 class Checkpoint:
@@ -38,9 +40,13 @@ class Checkpoint:
             *args,
             use_reentrant=False,
             preserve_rng_state=preserve_rng,
-            context_fn=lambda: (nullcontext(), _statistics_untouched()),
+            context_fn=lambda: (nullcontext(), _recomputing(precision.capture())),
             **kwargs,
         )
+
+    def is_module(self, value: Any) -> bool:
+        """torch.nn.Module."""
+        return isinstance(value, torch.nn.Module)
 
     def children(self, module: Any) -> Sequence[tuple[str, Any]]:
         """Return named_children, a shared module under each of its names."""
@@ -64,6 +70,12 @@ class Checkpoint:
                 module.forward = before
 
         return undo
+
+
+@contextmanager
+def _recomputing(precision_again: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    with precision_again(), _statistics_untouched():
+        yield
 
 
 @contextmanager

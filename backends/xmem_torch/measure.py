@@ -20,6 +20,7 @@ from xmem.containers import leaves
 from xmem.errors import XmemWarning
 from xmem.native.build import find_compiler
 from xmem.protocols import Category, Counters, Tagged
+from xmem.sizes import parse_size
 from xmem_torch.sources import AllocatorSource, CudaSource, ProfilerSource, Source
 
 _CATEGORY_GAP = "only xmem's own allocator sees single blocks; {0} reports totals"
@@ -34,7 +35,12 @@ class Measure:
         if not isinstance(self._source, AllocatorSource):
             self.gaps = {"by_category": _CATEGORY_GAP.format(self._source.name)}
         if isinstance(self._source, ProfilerSource):
-            self.gaps = {**self.gaps, "limit": "the profiler watches and cannot refuse"}
+            self.gaps = {
+                **self.gaps,
+                "limit": "the profiler watches and cannot refuse",
+                "peak": "the profiler knows peaks inside xmem.measure only",
+                "timeline": "reading the profiler stops it, which steps should not pay for",
+            }
 
     @property
     def source(self) -> str:
@@ -56,7 +62,7 @@ class Measure:
 
     def set_limit(self, limit_bytes: int | None) -> None:
         """Refuse allocations beyond it with torch.OutOfMemoryError."""
-        self._source.set_limit(limit_bytes)
+        self._source.set_limit(None if limit_bytes is None else parse_size(limit_bytes))
 
     def owned(self, model: Any, optimizer: Any, inputs: Any) -> Mapping[Category, Sequence[Any]]:
         """Ask the modules and the optimizer."""
@@ -73,11 +79,12 @@ class Measure:
 
     def tag(self, category: Category, tensors: Iterable[Any]) -> Tagged:
         """Tag the storages behind the tensors."""
-        sizes = {}
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            if storage.nbytes() and storage.data_ptr():
-                sizes[storage.data_ptr()] = storage.nbytes()
+        sizes = {
+            storage.data_ptr(): storage.nbytes()
+            for tensor in tensors
+            for storage in _storages(tensor)
+            if storage.nbytes() and storage.data_ptr()
+        }
         tagged_bytes, ours = self._source.tag(category, list(sizes))
         untracked = sum(size for size, own in zip(sizes.values(), ours, strict=True) if not own)
         return Tagged(sum(ours), tagged_bytes, untracked)
@@ -94,7 +101,8 @@ class Measure:
         self, model: Any, optimizer: Any, record: Callable[[str], None]
     ) -> AbstractContextManager[None]:
         """Follow backward through its two doors, and optimizer steps through their own hooks."""
-        return self._watch(model, record)
+        silent = "timeline" in self.gaps
+        return self._watch(model, (lambda _: None) if silent else record)
 
     @contextmanager
     def _watch(self, model: Any, record: Callable[[str], None]) -> Iterator[None]:
@@ -144,6 +152,27 @@ class Measure:
             if variable in os.environ:
                 found[variable] = os.environ[variable]
         return found
+
+
+_SPARSE_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+
+
+def _storages(tensor: Any) -> list[Any]:
+    """Return what memory a tensor stands on; a lazy parameter has none yet."""
+    if torch.nn.parameter.is_lazy(tensor):
+        return []
+    parts = _SPARSE_PARTS.get(tensor.layout)
+    if parts is not None:
+        return [getattr(tensor, part)().untyped_storage() for part in parts]
+    if tensor.layout is not torch.strided:  # oneDNN's own layout shows no storage
+        return []
+    return [tensor.untyped_storage()]
 
 
 def _choose_source(device: str) -> Source:

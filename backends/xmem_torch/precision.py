@@ -7,8 +7,9 @@ float16 on a CPU runs 12 times slower than float32; "auto" is bfloat16 there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ _FUNCTIONS: Mapping[str, frozenset[str]] = {
     "matmul": frozenset({"matmul", "__matmul__", "mm", "bmm", "addmm", "einsum"}),
     "conv": frozenset({"conv1d", "conv2d", "conv3d"}),
     "conv_transpose": frozenset({"conv_transpose1d", "conv_transpose2d", "conv_transpose3d"}),
-    "attention": frozenset({"scaled_dot_product_attention"}),
+    "attention": frozenset({"scaled_dot_product_attention", "multi_head_attention_forward"}),
     "gelu": frozenset({"gelu"}),
     "relu": frozenset({"relu", "relu_"}),
     "softmax": frozenset({"softmax", "log_softmax"}),
@@ -73,13 +74,40 @@ class Precision:
                 yield
 
 
+_modes = threading.local()
+
+
+def capture() -> Callable[[], AbstractContextManager[Any]]:
+    """Return what enters the kept operations that are in force now; autocast follows by itself."""
+    inner = getattr(_modes, "innermost", None)
+    return nullcontext if inner is None else inner.again
+
+
 class _KeepFloat32(TorchFunctionMode):
-    """Runs the named functions in float32 inside an autocast region."""
+    """Runs the named functions in float32 inside an autocast region.
+
+    A mode does not see what a function of PyTorch calls inside itself, so multi-head attention is
+    one operation here, "attention".
+    """
 
     def __init__(self, device: str, names: frozenset[str]) -> None:
         super().__init__()
         self._device = device
         self._names = names
+        self._outer: _KeepFloat32 | None = None
+
+    def again(self) -> _KeepFloat32:
+        """Return the same mode anew, for a recomputation."""
+        return _KeepFloat32(self._device, self._names)
+
+    def __enter__(self) -> Any:
+        self._outer = getattr(_modes, "innermost", None)
+        _modes.innermost = self
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        _modes.innermost = self._outer
+        super().__exit__(*error)
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None

@@ -106,6 +106,7 @@ class ProfilerSource:
 
     Exact for the step, as the events come from the default allocator itself; what is live at the
     beginning is counted by walking Python's objects, so a tensor that only C++ holds is missed.
+    Peaks and numbers of allocations are known inside a measured block only.
     """
 
     name = "profiler"
@@ -144,8 +145,7 @@ class ProfilerSource:
     def counters(self) -> Counters:
         """Stop the profiler, add up its events, and let it go on."""
         if self._profiler is None:
-            now = _live_tensor_bytes()
-            return Counters(now, max(self._peak, now), None, None, self._allocations, None)
+            return Counters(_live_tensor_bytes(), None, None, None, None, None)
         self._fold()
         found = Counters(self._current, self._peak, None, None, self._allocations, None)
         self._resume()
@@ -157,8 +157,6 @@ class ProfilerSource:
             self._fold()
             self._resume()
             self._peak = self._current
-        else:
-            self._peak = 0
 
     def set_limit(self, limit_bytes: int | None) -> None:
         """Cannot."""
@@ -191,13 +189,17 @@ class CudaSource:
     def counters(self) -> Counters:
         """Read PyTorch's statistics; "requested_bytes" is what tensors asked for, unrounded."""
         stats = torch.cuda.memory_stats()
+        # Nothing is there before the first allocation. Not all allocators (cudaMallocAsync) know
+        # what was requested; what they know is rounded up.
+        unknown = None if stats else 0
+        kind = "requested_bytes" if "requested_bytes.all.peak" in stats else "allocated_bytes"
         return Counters(
-            allocated_bytes=stats.get("requested_bytes.all.current", 0),
-            peak_allocated_bytes=stats.get("requested_bytes.all.peak", 0),
-            reserved_bytes=stats.get("reserved_bytes.all.current", 0),
-            peak_reserved_bytes=stats.get("reserved_bytes.all.peak", 0),
-            allocation_count=stats.get("allocation.all.allocated", 0),
-            out_of_memory_count=stats.get("num_ooms", 0),
+            allocated_bytes=stats.get(f"{kind}.all.current", 0),
+            peak_allocated_bytes=stats.get(f"{kind}.all.peak", unknown),
+            reserved_bytes=stats.get("reserved_bytes.all.current", unknown),
+            peak_reserved_bytes=stats.get("reserved_bytes.all.peak", unknown),
+            allocation_count=stats.get("allocation.all.allocated", unknown),
+            out_of_memory_count=stats.get("num_ooms", unknown),
         )
 
     def reset_peak(self) -> None:

@@ -137,7 +137,7 @@ class Measure:
         record("optimizer_end")
 
     def settings(self):
-        return {"flavour": "crashy"}
+        return {"flavour": 1 if mode() == "bad_settings" else "crashy"}
 
 
 class Checkpoint:
@@ -156,6 +156,9 @@ class Checkpoint:
         while self._pending:
             function, args, kwargs = self._pending.pop()
             function(*args, **kwargs)
+
+    def is_module(self, value):
+        return isinstance(value, (Model, Block))
 
     def children(self, module):
         return []

@@ -1,6 +1,8 @@
 """Checkpointing on PyTorch: bytes, gradients, randomness, statistics, and the way back."""
 
+import copy
 import gc
+import pickle
 
 import pytest
 import torch
@@ -139,6 +141,81 @@ def test_without_gradients_it_is_a_plain_call(backend):
         y = xmem.checkpoint(lambda x: calls.append(1) or x * 2, torch.ones(3, requires_grad=True))
     assert calls == [1]
     assert not y.requires_grad
+
+
+@pytest.mark.parametrize("kept", ["linear", "gelu"])
+def test_recomputation_keeps_the_same_operations_in_float32(backend, kept):
+    block = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
+    x = torch.randn(4, 16)
+    gradients = []
+    for call in (lambda f, x: f(x), xmem.checkpoint):
+        block.zero_grad()
+        with xmem.autocast("bfloat16", keep_fp32=(kept,)):
+            loss = call(block, x).float().square().sum()
+        loss.backward()
+        gradients.append([p.grad for p in block.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_a_copy_of_a_checkpointed_model_runs_its_own_blocks(backend):
+    """Averages of weights and teachers are copies; so are the models that are saved whole."""
+    model = conv_blocks().eval()
+    xmem.apply_checkpointing(model, "every")
+    x = torch.randn(2, 4, 8, 8)
+    expected = model(x)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(copied(x), expected)
+        with torch.no_grad():
+            for p in copied.parameters():
+                p.zero_()
+        model.zero_grad(set_to_none=True)
+        y = copied(x)
+        assert not y.any()
+        (y - 1).square().sum().backward()
+        assert any(p.grad is not None for p in copied.parameters())
+        assert all(p.grad is None for p in model.parameters())
+
+
+def test_what_is_checkpointed_already_is_refused_and_nothing_changes(backend):
+    model = conv_blocks()
+    extra = nn.Sequential(nn.Conv2d(4, 4, 1))
+    receipt = xmem.apply_checkpointing(model, "every", blocks=[model[1]])
+    with pytest.raises(xmem.CompositionError, match="checkpointed already"):
+        xmem.apply_checkpointing(model, "every", blocks=[model[0], extra, model[1]])
+    assert "forward" not in model[0].__dict__
+    assert "forward" not in extra.__dict__
+    receipt.undo()
+    assert "forward" not in model[1].__dict__
+
+
+@pytest.mark.parametrize("wrong", ["x", None, 3])
+def test_a_block_that_is_no_module_is_named_before_anything_changes(backend, wrong):
+    model = conv_blocks()
+    with pytest.raises(xmem.UsageError, match="is no module"):
+        xmem.apply_checkpointing(model, "every", blocks=[model[0], wrong])
+    assert "forward" not in model[0].__dict__
+
+
+def test_an_observer_that_raises_leaves_nothing_wrapped(backend):
+    from xmem import hookspecs
+
+    seen = []
+
+    class Raising:
+        @hookspecs.hookimpl
+        def xmem_applied(self, receipt):
+            if receipt.names == ("0", "1", "2") and seen:
+                raise OSError("mine")
+
+    stop = xmem.observe(Raising(), name="raising")
+    seen.append(1)
+    model = conv_blocks()
+    try:
+        with pytest.raises(OSError, match="mine"):
+            xmem.apply_checkpointing(model, "every")
+    finally:
+        stop()
+    assert not any("forward" in block.__dict__ for block in model)
 
 
 def test_recomputation_sees_the_autocast_of_the_first_pass(backend):

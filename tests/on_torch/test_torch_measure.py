@@ -210,15 +210,119 @@ def test_everything_is_undone_after_the_block(backend):
     assert len(m.timeline) == before
 
 
-def test_measurements_nest(backend):
+def test_a_measured_block_inside_another_is_refused(backend):
     with xmem.measure() as outer:
         x = torch.ones(1 << 18)
-        with xmem.measure() as inner:
-            y = torch.ones(1 << 18)
-        del x, y
-    assert inner.peak_above_static_bytes == 1 << 20
-    # the inner block restarted the peak: the outer one sees what came after
-    assert outer.static_bytes + (2 << 20) == inner.peak_allocated_bytes
+        with pytest.raises(xmem.MeasurementError, match="open already"), xmem.measure():
+            pass
+        del x
+    assert outer.peak_above_static_bytes == 1 << 20
+    with pytest.raises(xmem.MeasurementError, match="make a new one"), outer:
+        pass
+    with xmem.measure() as after:
+        pass
+    assert after.peak_above_static_bytes == 0
+
+
+@pytest.mark.parametrize("breaking", ["counters", "reset_peak", "synchronize", "tag"])
+def test_whatever_breaks_at_either_end_everything_is_undone(backend, breaking, monkeypatch):
+    doors = torch.autograd.backward, torch.autograd.grad
+    model = nn.Linear(4, 4)
+
+    def broken(*_):
+        raise OSError("mine")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(backend.measure, breaking, broken)
+        with pytest.raises(OSError, match="mine"), xmem.measure(model=model):
+            pass
+    assert (torch.autograd.backward, torch.autograd.grad) == doors
+    if breaking != "reset_peak":  # which is not called at the end
+        with (
+            monkeypatch.context() as patch,
+            pytest.raises(OSError, match="mine"),
+            xmem.measure(model=model),
+        ):
+            patch.setattr(backend.measure, breaking, broken)
+    assert (torch.autograd.backward, torch.autograd.grad) == doors
+    with xmem.measure(model=model) as m:
+        pass
+    assert m.peak_above_static_bytes == 0
+
+
+def test_sparse_gradients_and_lazy_parameters_are_measured(backend):
+    model = nn.Sequential(nn.Embedding(1000, 16, sparse=True), nn.LazyLinear(4))
+    ids = torch.randint(0, 1000, (8,))
+    with xmem.measure(model=model, inputs=ids) as m:
+        model(ids).sum().backward()
+    gradient = model[0].weight.grad
+    assert gradient.is_sparse
+    assert m.by_category["parameter"] >= 1000 * 16 * 4 + 16 * 4 * 4
+    assert m.by_category["gradient"] > 0
+    assert sum(m.by_category.values()) == m.peak_allocated_bytes
+    with xmem.measure(model=model, inputs=ids) as m:  # alive at entry
+        pass
+    expected = gradient._values().nbytes + gradient._indices().nbytes
+    assert m.by_category["gradient"] >= expected
+
+
+def test_a_users_own_error_in_backward_is_the_one_that_is_seen(backend):
+    class Broken(torch.autograd.Function):
+        @staticmethod
+        def forward(_, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(_, gradient):
+            raise KeyError("the user's")
+
+    x = torch.ones(3, requires_grad=True)
+    with pytest.raises(KeyError, match="the user's"), xmem.measure():
+        Broken.apply(x).sum().backward()
+
+
+def test_a_model_without_parameters_warns(backend):
+    model = nn.Linear(4, 4)
+    with (
+        pytest.warns(xmem.XmemWarning, match="no parameters"),
+        xmem.measure(model=model.parameters()),
+    ):
+        pass
+
+
+def test_a_negative_limit_is_refused(backend):
+    with pytest.raises(xmem.UsageError, match="negative"):
+        backend.measure.set_limit(-5)
+
+
+def test_a_limit_may_be_text(backend):
+    backend.measure.set_limit("64GiB")
+    assert torch.ones(3).sum() == 3
+    with pytest.raises(torch.OutOfMemoryError, match=str(64 * 2**30)):
+        torch.empty(65 * 2**30, dtype=torch.uint8)
+
+
+def test_the_breakdown_adds_up_when_threads_allocate_at_once(backend):
+    """torch.jit.fork runs without the interpreter's lock: allocations really overlap."""
+
+    @torch.jit.script
+    def work(n: int):
+        total = torch.zeros(1)
+        for i in range(n):
+            total = total + torch.ones(1000 + i % 7 * 1000).sum()
+        return total
+
+    @torch.jit.script
+    def spread(n: int):
+        tasks = [torch.jit.fork(work, n) for _ in range(4)]
+        return [torch.jit.wait(t) for t in tasks]
+
+    spread(2)
+    for _ in range(100):
+        backend.measure.reset_peak()
+        spread(20)
+        found = backend.measure.peak_by_category()
+        assert sum(found.values()) == backend.measure.counters().peak_allocated_bytes
 
 
 WITHOUT_A_COMPILER = """
@@ -241,7 +345,8 @@ step(); step()
 with xmem.measure(model=model, optimizer=optimizer, inputs=x) as m:
     step()
 assert m.source == "profiler" and m.by_category is None, m.source
-assert len(m.timeline) == 3
+assert not m.timeline and "timeline" in backend.measure.gaps
+assert backend.measure.counters().peak_allocated_bytes is None
 try:
     backend.measure.set_limit(1)
 except xmem.MeasurementError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -40,6 +41,12 @@ class Run:
     def case_folder(self) -> Path:
         """The folder of single results."""
         return self.folder / "cases"
+
+
+def _a_number(seconds: float) -> float:
+    if math.isnan(seconds):
+        raise click.BadParameter("nan is not a time")
+    return seconds
 
 
 @click.command()
@@ -87,6 +94,7 @@ class Run:
     default=1800.0,
     show_default=True,
     type=click.FloatRange(min=0, min_open=True),
+    callback=lambda _, __, seconds: _a_number(seconds),
     metavar="SECONDS",
     help="End a case that takes longer.",
 )
@@ -136,9 +144,9 @@ def command(
     DIR/cases/*.json.
 
     Exit status: 0 if every case is ok or unsupported (with --limit, out of memory is fine, too);
-    1 if one ended with an error, a timeout, out of memory or an unavailable framework; 2 if the
-    command line is wrong or no backend is usable; 130 after Ctrl-C. Whether losses agree is
-    shown here and judged by `xmem conformance`.
+    1 if one ended with an error, a timeout, out of memory or an unavailable framework, or if
+    losses differ by more than they may; 2 if the command line is wrong or no backend is usable;
+    130 after Ctrl-C.
     """
     from xmem.cli.selection import check_names, choose_backends
     from xmem.conformance.runner import matrix
@@ -223,9 +231,16 @@ def _run_alone(run: Run, notes: list[str], *, limited: bool) -> int:
 
 
 def exit_code(results: Sequence[Result], *, limited: bool) -> int:
-    """Return 0 if every case ended in a way that was to be expected."""
+    """Return 0 if every case ended in a way that was to be expected, with the losses it should."""
+    from xmem.report.compare import compare_frameworks, compare_techniques
+    from xmem.report.write import make_report
+
     expected = {"ok", "unsupported"} | ({"out_of_memory"} if limited else set())
-    return 0 if all(r.status in expected for r in results) else 1
+    report = make_report(results)
+    agree = [c.losses_agree for c in compare_techniques(report)]
+    agree += [c.losses_agree for c in compare_frameworks(report)]
+    differ = False in agree
+    return 0 if all(r.status in expected for r in results) and not differ else 1
 
 
 def _prepare(run: Run) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
@@ -17,12 +17,15 @@ from xmem.conformance import runner
 from xmem.conformance.techniques import TECHNIQUES, technique
 from xmem.report.model import Case, Result
 from xmem.workloads import workload
-from xmem.workloads.catalog import DEFAULT_WORKLOADS
+from xmem.workloads.catalog import WORKLOADS
 
 if TYPE_CHECKING:
     from xmem.backend import Backend
 
 Results = Callable[[Case], Result]
+
+# How a test ends that is about what the backend does not offer: skipped, or with --no-gaps failed.
+_gap: Callable[[str], NoReturn] = pytest.skip
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -32,6 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--workload", action="append", default=[], help="workload; may be repeated")
     group.addoption("--technique", action="append", default=[], help="technique; may be repeated")
     group.addoption("--preset", default="quick", help="how large: quick, standard or paper")
+    group.addoption("--no-gaps", action="store_true", help="what is not offered is a failure")
     group.addoption("--device", default="auto", help="auto, cpu or cuda")
     group.addoption("--threads", type=int, default=2, help="CPU threads; peaks depend on them")
     group.addoption("--results", default=None, help="keep the cases' files in this folder")
@@ -44,10 +48,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Declare the suite's marker, and check the options before anything runs."""
     config.addinivalue_line("markers", "technique(*names): only for cases of these techniques")
+    global _gap
+    if not backends(config):
+        from xmem.plugins import backend_infos
+
+        names = ", ".join(info.name for info in backend_infos())
+        raise pytest.UsageError(f"name what to test: --backend NAME. Installed: {names}.")
     try:
         chosen_cases(config)
     except xmem.XmemError as error:
         raise pytest.UsageError(str(error)) from error
+    _gap = pytest.fail if config.getoption("--no-gaps") else pytest.skip
 
 
 def backends(config: pytest.Config) -> list[str]:
@@ -60,7 +71,7 @@ def chosen_cases(config: pytest.Config) -> list[Case]:
     techniques = config.getoption("--technique") or list(TECHNIQUES)
     for name in techniques:
         technique(name)
-    workloads = config.getoption("--workload") or list(DEFAULT_WORKLOADS)
+    workloads = config.getoption("--workload") or list(WORKLOADS)
     for name in workloads:
         workload(name, config.getoption("--preset"))
     return runner.matrix(
@@ -128,11 +139,7 @@ def results(request: pytest.FixtureRequest, results_folder: Path) -> Results:
 def result(case: Case, results: Results) -> Result:
     """The result of the test's own case; skips what the backend declares it does not offer."""
     found = results(case)
-    if found.status == "unsupported":
-        pytest.skip(found.reason)
-    if found.status != "ok":
-        pytest.fail(f"{case.name} ended as {found.status}: {found.reason}")
-    return found
+    return ok(found)
 
 
 @pytest.fixture
@@ -140,11 +147,7 @@ def baseline(case: Case, results: Results) -> Result:
     """The result of the same backend and workload without any technique."""
     import msgspec
 
-    found = results(msgspec.structs.replace(case, technique="baseline"))
-    if found.status == "unsupported":
-        pytest.skip(found.reason)
-    assert found.status == "ok", found.reason
-    return found
+    return ok(results(msgspec.structs.replace(case, technique="baseline")))
 
 
 @pytest.fixture
@@ -156,14 +159,28 @@ def backend(backend_name: str, request: pytest.FixtureRequest) -> Iterator[Backe
         chosen.measure.set_limit(None)
 
 
+def gap(reason: str) -> NoReturn:
+    """End a test that is about what the backend does not offer."""
+    _gap(reason)
+
+
+def ok(result: Result) -> Result:
+    """Return a result that ended well; what the backend does not offer is a gap, all else fails."""
+    if result.status == "unsupported":
+        gap(result.reason)
+    if result.status != "ok":
+        pytest.fail(f"{result.case.name} ended as {result.status}: {result.reason}")
+    return result
+
+
 def need(backend: Backend, *capabilities: str) -> None:
-    """Skip a test if the backend does not offer what it is about."""
+    """End a test as a gap if the backend does not offer what it is about."""
     for capability in capabilities:
         if not backend.offers(capability):
-            pytest.skip(f"{backend.name} does not offer {capability}")
+            gap(f"{backend.name} does not offer {capability}")
 
 
 def refuse_gap(capability: Any, feature: str) -> None:
-    """Skip a test about a feature that the capability declares missing."""
+    """End a test about a feature that the capability declares missing as a gap."""
     if feature in capability.gaps:
-        pytest.skip(f"declared gap: {feature}: {capability.gaps[feature]}")
+        gap(f"declared gap: {feature}: {capability.gaps[feature]}")

@@ -76,7 +76,8 @@ def result_path(case: Case, folder: Path) -> Path:
 def finished(case: Case, folder: Path) -> Result | None:
     """Return the result of a case that has already run to its end with these very settings.
 
-    Timeouts, crashes and unavailable frameworks are tried again.
+    Timeouts, crashes and unavailable frameworks are tried again; so is what ran on another
+    machine or with another version of the backend. Reports warn of mixed framework versions.
     """
     path = result_path(case, folder)
     try:
@@ -84,11 +85,19 @@ def finished(case: Case, folder: Path) -> Result | None:
     except (FileNotFoundError, SchemaError):
         return None
     settled = result.status in ("ok", "unsupported", "out_of_memory")
-    if not settled or result.case != case:
+    if not settled or result.case != case or result.machine != Machine.here():
+        return None
+    if result.status == "ok" and result.distribution not in _distributions(case.backend):
         return None
     if case.save_gradients and result.status == "ok" and not path.with_suffix(".npz").exists():
         return None
     return result
+
+
+def _distributions(backend: str) -> list[str]:
+    from xmem.plugins import backend_infos
+
+    return [info.distribution for info in backend_infos() if info.name == backend]
 
 
 def run_case(
@@ -131,12 +140,16 @@ def run_case(
             code = _wait(process, timeout_seconds, log_path, on_status)
         finally:
             _end(process)
+    reason = None
     if path.exists():
-        return read_json(path, Result)
+        try:
+            return read_json(path, Result)
+        except SchemaError as error:  # a backend handed on what no result can hold
+            reason = str(error)
     result = Result(
         case=case,
         status="timeout" if code is None else "error",
-        reason=_reason(code, timeout_seconds, log_path),
+        reason=reason or _reason(code, timeout_seconds, log_path),
         machine=Machine.here(),
         seconds=time.perf_counter() - begin,
     )
@@ -152,6 +165,7 @@ def _wait(
 ) -> int | None:
     """Return the exit code, or None when time is up; pass status lines on meanwhile."""
     deadline = time.monotonic() + timeout_seconds
+    unfinished = ""
     with log_path.open("rb") as log:
         while True:
             left = deadline - time.monotonic()
@@ -160,7 +174,10 @@ def _wait(
             except subprocess.TimeoutExpired:
                 code = None
             if on_status is not None:
-                for line in log.read().decode("utf-8", "replace").splitlines():
+                *lines, unfinished = (unfinished + log.read().decode("utf-8", "replace")).split(
+                    "\n"
+                )
+                for line in lines:
                     if line.startswith(_STATUS):
                         on_status(line)
             if code is not None or left <= 0:

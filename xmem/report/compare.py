@@ -35,7 +35,8 @@ class TechniqueComparison:
         result: the result.
         baseline: the baseline of the same backend, workload and settings, if it ended well; None
             for a baseline itself.
-        peak_saving_bytes: how much lower the peak is than the baseline's; negative if higher.
+        peak_saving_bytes: how much lower the peak is than the baseline's; negative if higher. All
+            savings are None where losses differ by more than the tolerance.
         peak_saving_factor: the baseline's peak over this one.
         above_static_saving_bytes: the same for what a step adds to static bytes.
         above_static_saving_factor: the same for what a step adds to static bytes.
@@ -143,9 +144,13 @@ def compare_technique(result: Result, baseline: Result | None) -> TechniqueCompa
     known = TECHNIQUES.get(result.case.technique)
     tolerance = known.loss_tolerance if known is not None else None
     difference = loss_difference(result.losses, baseline.losses) if baseline else None
+    agree = _within(difference, tolerance)
+    beside = baseline
+    if agree is False:
+        baseline = None  # what trains differently has saved nothing
     return TechniqueComparison(
         result=result,
-        baseline=baseline,
+        baseline=beside,
         peak_saving_bytes=_of_both(baseline, result, _peak, _less),
         peak_saving_factor=_of_both(baseline, result, _peak, _over),
         above_static_saving_bytes=_of_both(baseline, result, _above_static, _less),
@@ -153,7 +158,7 @@ def compare_technique(result: Result, baseline: Result | None) -> TechniqueCompa
         time_ratio=_of_both(result, baseline, _seconds, _over),
         loss_difference=difference,
         loss_tolerance=tolerance,
-        losses_agree=_within(difference, tolerance),
+        losses_agree=agree,
         repeatable=repeatable(result),
     )
 

@@ -35,7 +35,8 @@ struct State {
   std::mutex mutex;
   Block live{};  // head of the ring of live blocks
   int64_t current = 0, peak = 0, reserved = 0, peak_reserved = 0;
-  int64_t allocations = 0, frees = 0, refused = 0, limit = -1;
+  int64_t pending = 0;  // admitted, and not yet there
+  int64_t allocations = 0, refused = 0, limit = -1;
   uint64_t serial = 0, peak_serial = 0, reset_serial = 0;
   int64_t by_category[kCategories] = {}, peak_by_category[kCategories] = {};
   State() { live.previous = live.next = &live; }
@@ -74,23 +75,22 @@ void release(void* data) {
     s.current -= block->bytes;
     s.reserved -= block->reserved;
     s.by_category[block->category] -= block->bytes;
-    ++s.frees;
   }
   c10::profiledCPUMemoryReporter().Delete(data);
   std::free(block);
 }
 
-// Counts the request, or refuses it. Counting first keeps two threads from passing the limit.
-bool admit(State& s, int64_t bytes, int64_t reserved, int64_t* in_use, int64_t* limit) {
+// Lets a request in, or refuses it. What is let in counts against the limit at once, so that two
+// threads cannot pass it together, and towards the bytes allocated when the block is there.
+bool admit(State& s, int64_t bytes, int64_t* in_use, int64_t* limit) {
   std::lock_guard<std::mutex> guard(s.mutex);
   *in_use = s.current;
   *limit = s.limit;
-  if (s.limit >= 0 && s.current + bytes > s.limit) {
+  if (s.limit >= 0 && s.current + s.pending + bytes > s.limit) {
     ++s.refused;
     return false;
   }
-  s.current += bytes;
-  s.reserved += reserved;
+  s.pending += bytes;
   return true;
 }
 
@@ -102,6 +102,9 @@ void enlist(State& s, Block* block) {
   s.live.next->previous = block;
   s.live.next = block;
   ++s.allocations;
+  s.pending -= block->bytes;
+  s.current += block->bytes;
+  s.reserved += block->reserved;
   s.by_category[0] += block->bytes;
   if (s.reserved > s.peak_reserved) s.peak_reserved = s.reserved;
   if (s.current > s.peak) note_peak(s);
@@ -116,15 +119,14 @@ struct CountingAllocator final : c10::Allocator {
     const auto reserved = static_cast<int64_t>((size + 63) / 64 * 64 + kHeader);
     int64_t in_use = 0, limit = 0;
     TORCH_CHECK_WITH(
-        OutOfMemoryError, admit(s, bytes, reserved, &in_use, &limit),
+        OutOfMemoryError, admit(s, bytes, &in_use, &limit),
         "CPU out of memory. Tried to allocate ", size, " bytes; ", in_use,
         " bytes are allocated and the limit is ", limit, " bytes.");
     void* memory = nullptr;
     if (posix_memalign(&memory, 64, static_cast<size_t>(reserved)) != 0) {
       {
         std::lock_guard<std::mutex> guard(s.mutex);
-        s.current -= bytes;
-        s.reserved -= reserved;
+        s.pending -= bytes;
         ++s.refused;
       }
       c10::profiledCPUMemoryReporter().OutOfMemory(size);
@@ -145,14 +147,13 @@ struct CountingAllocator final : c10::Allocator {
 };
 
 CountingAllocator* installed = nullptr;
-c10::Allocator* replaced = nullptr;
 constexpr uint8_t kPriority = 100;
 
 }  // namespace
 
 extern "C" {
 
-// Returns 1 if this call installed the allocator.
+// Returns 1 if this call installed the allocator. It stays: live blocks keep its deleter.
 int xmem_torch_install() {
   if (installed != nullptr && c10::GetCPUAllocator() == installed) return 0;
   if (installed == nullptr) {
@@ -162,15 +163,8 @@ int xmem_torch_install() {
     pthread_atfork([] { state().mutex.lock(); }, [] { state().mutex.unlock(); },
                    [] { state().mutex.unlock(); });
   }
-  replaced = c10::GetCPUAllocator();
   c10::SetCPUAllocator(installed, kPriority);
   return 1;
-}
-
-// Live blocks keep our deleter, so they may be freed at any time later.
-void xmem_torch_uninstall() {
-  if (replaced != nullptr && c10::GetCPUAllocator() == installed)
-    c10::SetCPUAllocator(replaced, kPriority);
 }
 
 void xmem_torch_counters(int64_t* out) {
