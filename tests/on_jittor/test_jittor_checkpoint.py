@@ -1,6 +1,7 @@
 """Recomputed regions on Jittor: the same gradients, less memory, no side effects."""
 
 import collections
+import copy
 import functools
 
 import numpy as np
@@ -432,3 +433,33 @@ def test_children_and_containers(backend):
     assert backend.checkpoint.is_container(net)
     assert not backend.checkpoint.is_container(net[0])
     assert list(backend.checkpoint.children(net[0])) == []
+
+
+def test_a_copy_of_a_checkpointed_model_runs_its_own_blocks(backend):
+    import jittor as jt
+    from jittor import nn
+
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(3)])
+    xmem.apply_checkpointing(model, "every")
+    x = jt.randn(4, 8)
+    copied = copy.deepcopy(model)
+    np.testing.assert_array_equal(copied(x).numpy(), model(x).numpy())
+    for p in copied.parameters():
+        p.update(jt.zeros_like(p))
+    assert not copied(x).numpy().any()
+    assert model(x).numpy().any()
+
+
+def test_what_is_checkpointed_already_is_refused_and_nothing_changes(backend):
+    from jittor import nn
+
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(3)])
+    receipt = xmem.apply_checkpointing(model, "every", blocks=[model[1]])
+    with pytest.raises(xmem.CompositionError, match="checkpointed already"):
+        xmem.apply_checkpointing(model, "every", blocks=[model[0], model[1]])
+    assert "execute" not in model[0].__dict__
+    with pytest.raises(xmem.UsageError, match="is no module"):
+        xmem.apply_checkpointing(model, "every", blocks=[model[0], "x"])
+    assert "execute" not in model[0].__dict__
+    receipt.undo()
+    assert "execute" not in model[1].__dict__
