@@ -66,25 +66,22 @@ class Measure:
 
     def owned(self, model: Any, optimizer: Any, inputs: Any) -> Mapping[Category, Sequence[Any]]:
         """Ask the modules and the optimizer."""
-        modules = leaves(model, torch.nn.Module)
-        parameters = [p for m in modules for p in m.parameters()]
+        # One walk over the modules; parameters() and buffers() would each take one.
+        inside = {s for m in leaves(model, torch.nn.Module) for s in m.modules()}
+        parameters = [p for m in inside for p in m._parameters.values() if p is not None]
         state = [] if optimizer is None else leaves(list(optimizer.state.values()), torch.Tensor)
         return {
             "parameter": parameters,
-            "buffer": [b for m in modules for b in m.buffers()],
-            "gradient": [p.grad for p in parameters if p.grad is not None],
+            "buffer": [b for m in inside for b in m._buffers.values() if b is not None],
+            "gradient": _gradients(parameters),
             "optimizer": state,
             "input": leaves(inputs, torch.Tensor),
         }
 
     def tag(self, category: Category, tensors: Iterable[Any]) -> Tagged:
         """Tag the storages behind the tensors."""
-        sizes = {
-            storage.data_ptr(): storage.nbytes()
-            for tensor in tensors
-            for storage in _storages(tensor)
-            if storage.nbytes() and storage.data_ptr()
-        }
+        sizes = {s.data_ptr(): s.nbytes() for tensor in tensors for s in _storages(tensor)}
+        sizes.pop(0, None)  # empty
         tagged_bytes, ours = self._source.tag(category, list(sizes))
         untracked = sum(size for size, own in zip(sizes.values(), ours, strict=True) if not own)
         return Tagged(sum(ours), tagged_bytes, untracked)
@@ -107,6 +104,7 @@ class Measure:
     @contextmanager
     def _watch(self, model: Any, record: Callable[[str], None]) -> Iterator[None]:
         depth = 0
+        parameters = self.owned(model, None, None)["parameter"]
 
         def around(function: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(function)
@@ -122,7 +120,7 @@ class Measure:
                 finally:
                     depth -= 1
                     if outermost:
-                        self.tag("gradient", self.owned(model, None, None)["gradient"])
+                        self.tag("gradient", _gradients(parameters))
                         record("backward_end")
 
             return run
@@ -163,16 +161,16 @@ _SPARSE_PARTS = {
 }
 
 
+def _gradients(parameters: Sequence[Any]) -> list[Any]:
+    return [gradient for p in parameters if (gradient := p.grad) is not None]
+
+
 def _storages(tensor: Any) -> list[Any]:
     """Return what memory a tensor stands on; a lazy parameter has none yet."""
-    if torch.nn.parameter.is_lazy(tensor):
-        return []
-    parts = _SPARSE_PARTS.get(tensor.layout)
-    if parts is not None:
-        return [getattr(tensor, part)().untyped_storage() for part in parts]
-    if tensor.layout is not torch.strided:  # oneDNN's own layout shows no storage
-        return []
-    return [tensor.untyped_storage()]
+    if tensor.layout is torch.strided:
+        return [] if torch.nn.parameter.is_lazy(tensor) else [tensor.untyped_storage()]
+    parts = _SPARSE_PARTS.get(tensor.layout, ())  # oneDNN's own layout shows no storage
+    return [getattr(tensor, part)().untyped_storage() for part in parts]
 
 
 def _choose_source(device: str) -> Source:
