@@ -27,13 +27,15 @@ from xmem.report.model import (
 TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=30)
 COUNT = st.integers(0, 2**53)
 MAYBE_COUNT = st.none() | COUNT
-SECONDS = st.floats(0, 1e6, allow_nan=False)
+SECONDS = st.floats(0, 1e6, allow_nan=False, allow_subnormal=False)
 RESULTS = st.builds(
     Result,
     case=st.builds(Case, workload=TEXT, technique=TEXT, backend=TEXT, limit_bytes=MAYBE_COUNT),
     status=st.sampled_from(STATUSES),
     reason=TEXT,
-    losses=st.lists(st.none() | st.floats(allow_nan=False, allow_infinity=False)).map(tuple),
+    losses=st.lists(
+        st.none() | st.floats(allow_subnormal=False, allow_nan=False, allow_infinity=False)
+    ).map(tuple),
     step_seconds=st.none() | SECONDS,
     static_bytes=MAYBE_COUNT,
     peak_allocated_bytes=MAYBE_COUNT,

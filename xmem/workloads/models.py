@@ -31,7 +31,7 @@ from xmem.workloads.spec import (
 _GELU_GAIN = 1.53
 # The last normalisation of a residual branch starts small (Goyal et al., 2017, start it at 0), so
 # that fifty layers are well conditioned and half precision can be compared with float32 at all.
-_RESIDUAL_GAIN = 0.2
+_RESIDUAL_GAIN = 0.1
 
 
 def sequence(**layers: Layer) -> Sequential:
