@@ -56,5 +56,7 @@ def test_a_full_disk_is_an_error_that_names_the_folder(tmp_path):
         timeout=120,
         check=False,
     )
-    assert ran.returncode not in (0, None)
+    assert ran.returncode == 2
+    assert "cannot write" in ran.stderr
+    assert "Traceback" not in ran.stderr
     assert not list(tmp_path.glob("report.json"))

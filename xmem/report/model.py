@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from xmem.errors import SchemaError
+from xmem.errors import ReportError, SchemaError
 
 SCHEMA_VERSION = 1
 
@@ -169,10 +169,26 @@ T = TypeVar("T", Result, Report)
 
 
 def write_json(value: Result | Report, path: Path) -> None:
-    """Write a result or report in one step: a reader sees all of it or nothing."""
+    """Write a result or report in one step; see `write_whole`."""
+    write_whole(msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n", path)
+
+
+def write_whole(content: bytes, path: Path) -> None:
+    """Write a file in one step: a reader sees all of it or what was there before.
+
+    Raises:
+        ReportError: it cannot be written, e.g. for want of space; nothing is left behind.
+    """
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n")
-    unfinished.replace(path)
+    try:
+        unfinished.write_bytes(content)
+        unfinished.replace(path)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise ReportError(
+            f"cannot write {path}: {error.strerror}. Make room, or name another folder; cases that"
+            " have finished are kept."
+        ) from error
 
 
 def read_json(path: Path, kind: type[T]) -> T:

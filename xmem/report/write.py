@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from datetime import datetime, timezone
 from pathlib import Path
 
-from xmem.report.model import Machine, Report, Result, write_json
+from xmem.report.model import Machine, Report, Result, write_json, write_whole
 
 FILES = ("report.json", "report.md", "report.html")
 
@@ -32,13 +31,6 @@ def write_report(report: Report, folder: Path) -> tuple[Path, ...]:
     folder.mkdir(parents=True, exist_ok=True)
     paths = tuple(folder / name for name in FILES)
     write_json(report, paths[0])
-    _write_text(markdown(report), paths[1])
-    _write_text(html(report), paths[2])
+    write_whole(markdown(report).encode(), paths[1])
+    write_whole(html(report).encode(), paths[2])
     return paths
-
-
-def _write_text(text: str, path: Path) -> None:
-    """Write a text in one step: a reader sees all of it or nothing."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    unfinished.write_text(text, encoding="utf-8")
-    unfinished.replace(path)
