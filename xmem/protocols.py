@@ -278,7 +278,10 @@ class Models(Protocol):
         """Return the modules that a `Block` of the declaration became, in order."""
 
     def tensor(self, array: np.ndarray[Any, Any]) -> Any:
-        """Return a tensor on the backend's device; float32 and int64 (or int32) stay so."""
+        """Return a tensor on the backend's device.
+
+        float32 stays float32; integers become the type that the framework takes as ids.
+        """
 
     def loss(self, kind: str, output: Any, target: Any) -> Any:
         """Return the scalar loss.

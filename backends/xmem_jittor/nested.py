@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
 import jittor as jt
+
+from xmem.containers import leaves
 
 
 @dataclass(frozen=True)
@@ -52,23 +54,12 @@ def fill(template: Any, tensors: Sequence[Any]) -> Any:
 
 def tensors_in(held: Any) -> Iterator[Any]:
     """Yield the tensors in nested containers; whatever else is in them is passed over."""
-    yield from _instances(held, jt.Var)
+    yield from leaves(held, jt.Var)
 
 
 def modules_in(held: Any) -> Iterator[Any]:
     """Yield the modules in nested containers, outermost only."""
-    yield from _instances(held, jt.Module)
-
-
-def _instances(held: Any, kind: type) -> Iterator[Any]:
-    if isinstance(held, kind):
-        yield held
-    elif isinstance(held, Mapping):
-        for part in held.values():
-            yield from _instances(part, kind)
-    elif isinstance(held, list | tuple | set | frozenset):
-        for part in held:
-            yield from _instances(part, kind)
+    yield from leaves(held, jt.Module)
 
 
 def modules_behind(function: Callable[..., Any]) -> list[Any]:
