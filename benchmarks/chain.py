@@ -5,10 +5,10 @@ exact. Usage: python benchmarks/chain.py [FOLDER]
 """
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
+
+from processes import run_part
 
 STEPS = 3
 
@@ -63,16 +63,7 @@ def main(folder):
     rows = []
     for name in ("torch", "jittor"):
         for technique in ("baseline", "checkpoint"):
-            ran = subprocess.run(
-                [sys.executable, __file__, "--run", name, technique],
-                env={**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2")},
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-            if ran.returncode:
-                sys.exit(ran.stderr)
-            found = json.loads(ran.stdout.splitlines()[-1])
+            found = run_part(__file__, name, technique)
             rows.append({"backend": name, "technique": technique, **found})
     lines = [
         "| backend | technique | peak above static | ratio | step time ratio |",

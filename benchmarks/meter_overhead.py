@@ -7,12 +7,12 @@ python benchmarks/meter_overhead.py [FOLDER]
 """
 
 import json
-import os
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
+
+from processes import run_part
 
 ROUNDS = 5
 STEPS = 12
@@ -80,16 +80,7 @@ def main(folder):
         times = {"bare": [], "outside": [], "measured": []}
         for _ in range(ROUNDS):
             for kind in ("bare", "installed"):
-                ran = subprocess.run(
-                    [sys.executable, __file__, "--run", name, kind],
-                    env={**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2")},
-                    capture_output=True,
-                    text=True,
-                    check=False,
-                )
-                if ran.returncode:
-                    sys.exit(ran.stderr)
-                for key, values in json.loads(ran.stdout.splitlines()[-1]).items():
+                for key, values in run_part(__file__, name, kind).items():
                     times[key] += values
         bare, outside, measured = (statistics.median(times[k]) for k in times)
         found[name] = {"bare": bare, "outside": outside, "measured": measured}

@@ -433,3 +433,25 @@ def test_a_second_comparison_into_the_same_folder_is_refused(crashy, tmp_path):
         ran = CliRunner().invoke(main, ["compare", "--backend", "crashy", "-o", str(folder)])
     assert ran.exit_code == 2, ran.output
     assert "another comparison is writing to" in ran.output
+
+
+def test_nan_is_no_time_limit(crashy, tmp_path):
+    ran = invoke("compare", "--backend", "crashy", "--timeout", "nan", "-o", tmp_path / "report")
+    assert ran.exit_code == 2
+    assert "nan is not a time" in ran.output
+
+
+def test_losses_that_differ_are_a_failure_and_show_no_saving():
+    from xmem.cli.compare import exit_code
+    from xmem.report.compare import compare_technique
+
+    baseline = make_result("mlp", "baseline", "torch")
+    same = make_result("mlp", "checkpoint", "torch")
+    other = make_result("mlp", "checkpoint", "torch", losses=tuple(9.0 for _ in same.losses))
+    assert exit_code([baseline, same], limited=False) == 0
+    assert compare_technique(same, baseline).above_static_saving_factor is not None
+    assert exit_code([baseline, other], limited=False) == 1
+    compared = compare_technique(other, baseline)
+    assert compared.losses_agree is False
+    assert compared.above_static_saving_factor is None
+    assert compared.peak_saving_bytes is None

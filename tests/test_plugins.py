@@ -10,7 +10,6 @@ from distributions import make_distribution
 
 import xmem
 from xmem import api, hookspecs, plugins
-from xmem.protocols import Framework, Session
 
 PLUGIN = """
 from xmem.hookspecs import hookimpl
@@ -275,6 +274,29 @@ def test_protocols_document_every_method():
                 assert value.__doc__, f"{name}.{member}"
 
 
-def test_framework_and_session_are_plain_data():
-    assert Framework("a", "b", "c") == Framework("a", "b", "c")
-    assert Session("1", "cpu").device == "cpu"
+def test_going_back_to_a_device_switches_the_framework_again(install):
+    text = """
+from xmem.hookspecs import hookimpl
+from xmem.protocols import Framework, Session
+
+opened = []
+
+@hookimpl
+def xmem_framework():
+    return Framework("json", "json", "")
+
+@hookimpl
+def xmem_open(device):
+    opened.append(device)
+    return Session("1", device)
+"""
+    install("dist-m", {"mm": "mm_plugin"}, {"mm_plugin.py": text})
+    first = xmem.use("mm", device="cpu")
+    xmem.use("mm", device="cuda")
+    import mm_plugin
+
+    assert mm_plugin.opened == ["cpu", "cuda"]
+    assert xmem.use("mm", device="cpu") is first
+    assert mm_plugin.opened == ["cpu", "cuda", "cpu"]
+    xmem.use("mm", device="cpu")
+    assert mm_plugin.opened == ["cpu", "cuda", "cpu"]

@@ -113,13 +113,14 @@ class ProfilerSource:
 
     def __init__(self) -> None:
         self._profiler: Any = None
+        self._measuring = False
         self._current = self._peak = 0
         self._allocations = 0
 
     def start(self) -> None:
-        """Count the live tensors and start the profiler."""
+        """Count the live tensors; the profiler starts when the counters are first read."""
         self._current = self._peak = _live_tensor_bytes()
-        self._resume()
+        self._measuring = True
 
     def _resume(self) -> None:
         self._profiler = torch.profiler.profile(
@@ -129,6 +130,7 @@ class ProfilerSource:
 
     def stop(self) -> None:
         """Stop the profiler."""
+        self._measuring = False
         if self._profiler is not None:
             self._fold()
 
@@ -144,9 +146,10 @@ class ProfilerSource:
 
     def counters(self) -> Counters:
         """Stop the profiler, add up its events, and let it go on."""
-        if self._profiler is None:
+        if not self._measuring:
             return Counters(_live_tensor_bytes(), None, None, None, None, None)
-        self._fold()
+        if self._profiler is not None:
+            self._fold()
         found = Counters(self._current, self._peak, None, None, self._allocations, None)
         self._resume()
         return found
@@ -156,7 +159,7 @@ class ProfilerSource:
         if self._profiler is not None:
             self._fold()
             self._resume()
-            self._peak = self._current
+        self._peak = self._current
 
     def set_limit(self, limit_bytes: int | None) -> None:
         """Cannot."""

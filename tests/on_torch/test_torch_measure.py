@@ -325,16 +325,7 @@ def test_the_breakdown_adds_up_when_threads_allocate_at_once(backend):
         assert sum(found.values()) == backend.measure.counters().peak_allocated_bytes
 
 
-WITHOUT_A_COMPILER = """
-import os, warnings
-os.environ["CXX"] = ""
-os.environ["PATH"] = "/nowhere"
-warnings.simplefilter("error")
-import torch, xmem
-warnings.simplefilter("always")
-with warnings.catch_warnings(record=True) as caught:
-    backend = xmem.use("torch", device="cpu")
-assert any("profiler" in str(w.message) for w in caught), caught
+PROGRAM = """
 torch.set_num_threads(1)
 model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.GELU(), torch.nn.Linear(256, 256))
 optimizer = torch.optim.Adam(model.parameters(), fused=True)
@@ -344,6 +335,26 @@ def step():
 step(); step()
 with xmem.measure(model=model, optimizer=optimizer, inputs=x) as m:
     step()
+print(m.static_bytes, m.peak_above_static_bytes, m.end_bytes, m.allocation_count)
+"""
+
+WITH_A_COMPILER = f"""
+import torch, xmem
+xmem.use("torch", device="cpu")
+{PROGRAM}
+assert m.source == "allocator", m.source
+"""
+
+WITHOUT_A_COMPILER = f"""
+import os, warnings
+os.environ["CXX"] = ""
+os.environ["PATH"] = "/nowhere"
+import torch, xmem
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    backend = xmem.use("torch", device="cpu")
+assert any("profiler" in str(w.message) for w in caught), caught
+{PROGRAM}
 assert m.source == "profiler" and m.by_category is None, m.source
 assert not m.timeline and "timeline" in backend.measure.gaps
 assert backend.measure.counters().peak_allocated_bytes is None
@@ -353,27 +364,12 @@ except xmem.MeasurementError as error:
     assert "g++" in str(error)
 else:
     raise AssertionError("a limit that is not enforced")
-print(m.static_bytes, m.peak_above_static_bytes, m.end_bytes)
 """
 
 
 def test_without_a_compiler_the_profiler_counts_the_same_bytes():
-    with_allocator = """
-import torch, xmem
-xmem.use("torch", device="cpu")
-torch.set_num_threads(1)
-model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.GELU(), torch.nn.Linear(256, 256))
-optimizer = torch.optim.Adam(model.parameters(), fused=True)
-x = torch.randn(512, 256)
-def step():
-    model(x).square().mean().backward(); optimizer.step(); optimizer.zero_grad()
-step(); step()
-with xmem.measure(model=model, optimizer=optimizer, inputs=x) as m:
-    step()
-print(m.static_bytes, m.peak_above_static_bytes, m.end_bytes)
-"""
     found = []
-    for code in (WITHOUT_A_COMPILER, with_allocator):
+    for code in (WITHOUT_A_COMPILER, WITH_A_COMPILER):
         ran = subprocess.run(
             [sys.executable, "-c", code],
             capture_output=True,
