@@ -269,3 +269,38 @@ def test_tensors_from_before_use_are_reported_as_untracked():
 
 def test_the_cache_is_where_jittor_keeps_it():
     assert Path(onednn.jittor_home()).is_absolute()
+
+
+KILLED_WORKER = """
+import ctypes, pathlib, sys
+import xmem
+from xmem.conformance.runner import run_case
+from xmem.report.model import Case
+
+def handler():
+    buffer = ctypes.create_string_buffer(1024)
+    ctypes.CDLL(None).sigaction(17, None, buffer)
+    return buffer.raw[:8]
+
+plain = handler()
+xmem.use("jittor", device="cpu")
+jittors = handler()
+assert jittors != plain, "Jittor no longer handles SIGCHLD: the runner's guard may go"
+case = Case(workload="mlp", technique="baseline", backend="crashy")
+result = run_case(case, pathlib.Path(sys.argv[1]))
+assert handler() == jittors
+print(result.status, result.reason)
+"""
+
+
+def test_a_killed_worker_does_not_end_a_process_that_has_loaded_jittor(crashy, tmp_path):
+    crashy.plan({"mlp/baseline": "SIGKILL"})
+    ran = subprocess.run(
+        [sys.executable, "-c", KILLED_WORKER, str(tmp_path / "cases")],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.startswith("error killed by SIGKILL")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -121,7 +122,7 @@ def run_case(
     path.unlink(missing_ok=True)
     log_path = path.with_suffix(".log")
     begin = time.perf_counter()
-    with log_path.open("wb") as log:
+    with log_path.open("wb") as log, _deaths_survived():
         process = subprocess.Popen(
             [
                 sys.executable,
@@ -155,6 +156,26 @@ def run_case(
     )
     write_json(result, path)
     return result
+
+
+@contextlib.contextmanager
+def _deaths_survived() -> Iterator[None]:
+    """Take the system's default answer to the death of a child while a worker runs.
+
+    Who loads Jittor 1.3.11 gets a handler (its src/utils/log.cc) that ends the whole process as
+    soon as any child is killed by a signal: the row of one crashed worker would be the last. It
+    serves Jittor's own data loaders, so it is put back. C handlers are unknown to Python's signal
+    module; the saved one is opaque here.
+    """
+    libc = ctypes.CDLL(None)
+    saved = ctypes.create_string_buffer(1024)  # more than any struct sigaction
+    libc.sigaction(int(signal.SIGCHLD), None, saved)
+    libc.signal.restype = ctypes.c_void_p
+    libc.signal(int(signal.SIGCHLD), ctypes.c_void_p(0))  # SIG_DFL
+    try:
+        yield
+    finally:
+        libc.sigaction(int(signal.SIGCHLD), saved, None)
 
 
 def _wait(
