@@ -48,6 +48,7 @@ soak: $(READY)
 
 benchmarks: $(READY)
 	@$(BIN)/python benchmarks/chain.py benchmarks/results
+	@$(BIN)/python benchmarks/checkpoint_overhead.py benchmarks/results
 	@$(BIN)/python benchmarks/meter_overhead.py benchmarks/results
 
 # The main job once more, kept under benchmarks/results/ and in the README's tables.

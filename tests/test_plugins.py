@@ -92,7 +92,7 @@ def test_use_binds_once_and_later_calls_return_the_same_backend(install):
         calls += 1
         class Offered:
             gaps = {}
-            def checkpoint(self, function, /, *args, preserve_rng=True, **kwargs):
+            def checkpoint(self, function, args, kwargs, how):
                 return function(*args, **kwargs) + 1
         return Offered()
     """

@@ -38,6 +38,7 @@ from xmem.errors import (
     XmemError,
     XmemWarning,
 )
+from xmem.layouts import KeyLayers
 
 __version__ = "0.1.0"
 
@@ -50,6 +51,7 @@ __all__ = [
     "CompositionError",
     "InfeasibleBudgetError",
     "InvalidScheduleError",
+    "KeyLayers",
     "MeasurementError",
     "NativeBuildError",
     "NoActiveBackendError",

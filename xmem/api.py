@@ -8,9 +8,11 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from xmem.errors import NoActiveBackendError
+from xmem.records import Recompute
 
 if TYPE_CHECKING:
     from xmem.backend import Backend
+    from xmem.layouts import KeyLayers
     from xmem.meter import Measurement
     from xmem.plugins import BackendInfo
     from xmem.receipts import Receipt
@@ -121,40 +123,77 @@ def measure(*, model: Any = None, optimizer: Any = None, inputs: Any = None) -> 
 
 
 def checkpoint(
-    function: Callable[..., Any], /, *args: Any, preserve_rng: bool = True, **kwargs: Any
+    function: Callable[..., Any],
+    /,
+    *args: Any,
+    preserve_rng: bool = True,
+    check_values: bool = False,
+    **kwargs: Any,
 ) -> Any:
     """Call a function, keep only its inputs, and call it again in backward.
 
+    Without gradients this is a plain call. The second call sees the parameters, random numbers,
+    precision and training flags of the first, and running statistics are updated once. What is
+    written through raw memory (`.data`) between forward and backward cannot be seen.
+
     Args:
-        function: a module or any callable.
-        args: its inputs.
+        function: a module or any callable; it may read parameters and tensors around it.
+        args: its inputs: tensors, containers of tensors and plain values.
         preserve_rng: the second call draws the same random numbers as the first.
+        check_values: compare samples of the values of both calls; a debugging aid.
         kwargs: its keyword inputs.
+
+    Raises:
+        RecomputeMismatchError: in backward, if the second call does not do what the first did.
+        CompositionError: the function cannot be recomputed, with the reason.
     """
-    return active().checkpoint.checkpoint(function, *args, preserve_rng=preserve_rng, **kwargs)
+    how = Recompute("", preserve_rng, check_values)
+    return active().checkpoint.checkpoint(function, args, kwargs, how)
 
 
 def apply_checkpointing(
     model: Any,
-    layout: str = "every",
+    layout: str | int | KeyLayers | Sequence[Any] = "every",
     *,
     blocks: Sequence[Any] | None = None,
+    inputs: Sequence[Any] | None = None,
     preserve_rng: bool = True,
+    check_values: bool = False,
 ) -> Receipt:
-    """Checkpoint the blocks of a model.
+    """Checkpoint segments of a model: keep what enters them, compute their inside again.
+
+    The blocks of a segment may be called by a Sequential or in the model's own loop. If anything
+    but the next block reads the output of a block inside a segment, the segment is cut short there,
+    with a warning; the result is the same.
 
     Args:
         model: a native module.
-        layout: "every": each block is a region of its own.
-        blocks: the modules to checkpoint, where they should not be found by themselves.
+        layout: "every": each block; "sqrt": about sqrt(n) segments of n blocks; a number of
+            segments; `xmem.KeyLayers(...)`: layers whose inside is large and cheap to compute; or
+            a list of segments, each a module, its path, or a list of these.
+        blocks: the modules to make segments of, where they should not be found by themselves.
+        inputs: the model's inputs, for a KeyLayers that has to measure.
         preserve_rng: recomputation draws the same random numbers.
+        check_values: compare samples of the values of both passes; a debugging aid.
 
     Returns:
         A receipt; `receipt.undo()` restores the model. Applied to nothing warns.
+
+    Raises:
+        UsageError: an unknown layout, module or number of segments.
+        CompositionError: a block is checkpointed already, listed twice, or cannot be recomputed.
     """
     from xmem.checkpointing import apply_checkpointing as apply
 
-    return apply(active(), model, layout, blocks=blocks, preserve_rng=preserve_rng)
+    return apply(
+        active(),
+        model,
+        layout,
+        blocks=blocks,
+        inputs=inputs,
+        preserve_rng=preserve_rng,
+        check_values=check_values,
+    )
 
 
 def autocast(

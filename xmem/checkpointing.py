@@ -1,26 +1,35 @@
-"""Which modules are checkpointed: layouts, shared by all backends.
+"""Put checkpointing on the modules of a model: what a layout chose runs as recomputed regions.
 
-Tianqi Chen, Bing Xu, Chiyuan Zhang, Carlos Guestrin, "Training Deep Nets with Sublinear Memory
-Cost", 2016: keep the inputs of segments, compute their insides again in backward. How a segment
-is recomputed is the backend's part; here modules are found and wrapped.
+`xmem.layouts` says which modules those are; the backend makes one region of several and recomputes
+it.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from xmem import api
-from xmem.errors import CompositionError, UsageError, unknown
+from xmem.errors import CompositionError, UsageError
+from xmem.layouts import (
+    KeyLayers,
+    Named,
+    find_blocks,
+    given,
+    key_candidates,
+    outermost,
+    split,
+)
 from xmem.receipts import Receipt, issue
+from xmem.records import Cost, Recompute
 
 if TYPE_CHECKING:
     from xmem.backend import Backend
     from xmem.protocols import Checkpoint
 
-LAYOUTS = ("every",)
+Layout = str | int | KeyLayers | Sequence[Any]
 
 
 @dataclass(frozen=True)
@@ -33,56 +42,44 @@ class CheckpointedForward:
     Attributes:
         forward: the block's own forward, bound to it.
         backend: the name of the backend that recomputes it.
-        preserve_rng: recomputation draws the same random numbers.
+        how: what is replayed and checked; its name is the block's path.
+        ends: it is the last block of its segment.
     """
 
     forward: Callable[..., Any]
     backend: str
-    preserve_rng: bool
+    how: Recompute
+    ends: bool = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward, checkpointed."""
         capability = api.loaded(self.backend).checkpoint
-        return capability.checkpoint(self.forward, *args, preserve_rng=self.preserve_rng, **kwargs)
-
-
-def find_blocks(capability: Checkpoint, model: Any) -> list[tuple[str, Any]]:
-    """Return the repeated blocks of a model: (path, module), outermost first.
-
-    A block is a child of a list of modules (Sequential, ModuleList) in which at least two
-    children are of one class and have submodules of their own. Lists inside blocks are not
-    searched again, since a region inside a region is recomputed twice.
-    """
-    return list(_blocks(capability, model, ""))
-
-
-def _blocks(capability: Checkpoint, module: Any, path: str) -> Iterator[tuple[str, Any]]:
-    children = [(f"{path}.{n}" if path else n, c) for n, c in capability.children(module)]
-    if capability.is_container(module):
-        composite = [(p, c) for p, c in children if capability.children(c)]
-        classes = Counter(type(c) for _, c in composite)
-        if classes and max(classes.values()) >= 2:
-            yield from composite
-            return
-    for child_path, child in children:
-        yield from _blocks(capability, child, child_path)
+        return capability.checkpoint_block(self.forward, args, kwargs, self.how, ends=self.ends)
 
 
 def apply_checkpointing(
     backend: Backend,
     model: Any,
-    layout: str,
+    layout: Layout,
     *,
     blocks: Sequence[Any] | None = None,
+    inputs: Sequence[Any] | None = None,
     preserve_rng: bool = True,
+    check_values: bool = False,
 ) -> Receipt:
-    """Wrap the blocks of a model so that each is checkpointed; see `xmem.apply_checkpointing`."""
-    if layout not in LAYOUTS:
-        raise UsageError(unknown("layout", layout, LAYOUTS))
+    """Wrap the blocks of a model; see `xmem.apply_checkpointing`."""
     capability = backend.checkpoint
-    found, note = _chosen(capability, model, blocks)
-    # One module called in several places appears several times and is wrapped once.
-    unique = {id(module): (path, module) for path, module in found}
+    if not capability.is_module(model):
+        raise UsageError(f"{model!r} is no module of the active backend; pass its own modules")
+    if inputs is not None and not (isinstance(layout, KeyLayers) and layout.measured):
+        raise UsageError("inputs= is for KeyLayers with min_saved_bytes or max_recompute_seconds")
+    segments, note, saving = _chosen(capability, model, layout, blocks, inputs)
+    for path, module in (named for segment in segments for named in segment):
+        reason = capability.obstacle(module)
+        if reason is not None:
+            raise CompositionError(f"block {path!r} cannot be recomputed: {reason}")
+    how = Recompute(preserve_rng=preserve_rng, check_values=check_values)
+    wrapped = _ends(segments)
     undos: list[Callable[[], None]] = []
 
     def undo() -> None:
@@ -90,16 +87,16 @@ def apply_checkpointing(
             undos.pop()()
 
     try:
-        for path, module in unique.values():
-            wrap = _wrapper(backend.name, path, preserve_rng=preserve_rng)
-            undos.append(capability.replace_forward(module, wrap))
+        for (path, module), ends in wrapped:
+            undos.append(capability.replace_forward(module, _wrapper(backend, path, how, ends)))
         return issue(
             Receipt(
                 technique="checkpoint",
                 backend=backend.name,
-                applied_to=len(unique),
-                names=tuple(path for path, _ in unique.values()),
-                note="" if unique else note,
+                applied_to=len(wrapped),
+                names=tuple(path for (path, _), _ in wrapped),
+                expected_saving_bytes=saving,
+                note=_lengths(segments) if wrapped else note,
                 _undo=undo,
             )
         )
@@ -109,28 +106,125 @@ def apply_checkpointing(
 
 
 def _chosen(
-    capability: Checkpoint, model: Any, blocks: Sequence[Any] | None
-) -> tuple[list[tuple[str, Any]], str]:
-    """Return the blocks with their paths, and what to say if there are none."""
-    for given in (model, *(blocks or ())):
-        if not capability.is_module(given):
-            raise UsageError(f"{given!r} is no module of the active backend; pass its own modules")
+    capability: Checkpoint,
+    model: Any,
+    layout: Layout,
+    blocks: Sequence[Any] | None,
+    inputs: Sequence[Any] | None,
+) -> tuple[list[list[Named]], str, int | None]:
+    """Return the segments, what to say if there are none, and the saving where it was measured."""
+    if isinstance(layout, KeyLayers):
+        if blocks is not None:
+            raise UsageError("blocks= names the blocks itself; leave it out with KeyLayers")
+        chosen, saving = _key_layers(capability, model, layout, inputs)
+        return [[named] for named in chosen], f"No module meets {layout}.", saving
+    if isinstance(layout, (list, tuple)):
+        if blocks is not None:
+            raise UsageError("a list of segments names the blocks itself; leave blocks= out")
+        return given(capability, model, layout), "The list of segments is empty.", None
+    if not isinstance(layout, (str, int)) or isinstance(layout, bool):
+        raise UsageError(
+            f"{layout!r} is no layout: 'every', 'sqrt', a number of segments, KeyLayers(...) or a"
+            " list of segments"
+        )
     if blocks is not None:
-        return [(type(b).__name__, b) for b in blocks], "blocks=[] names none."
-    return find_blocks(capability, model), (
+        named = [
+            named for segment in given(capability, model, blocks, "block") for named in segment
+        ]
+        return split([named] if named else [], layout), "blocks=[] names none.", None
+    note = (
         "No list of modules with two or more blocks of one class was found in"
         f" {type(model).__name__}; name them with blocks=[...]."
     )
+    return split(find_blocks(capability, model), layout), note, None
+
+
+def _key_layers(
+    capability: Checkpoint, model: Any, layers: KeyLayers, inputs: Sequence[Any] | None
+) -> tuple[list[Named], int | None]:
+    """Return the modules that meet the criteria, and the bytes that they keep where measured."""
+    candidates = key_candidates(capability, model, layers)
+    if not layers.measured:
+        return outermost(capability, candidates), None
+    if inputs is None:
+        raise UsageError(
+            "KeyLayers with min_saved_bytes or max_recompute_seconds is measured in one forward"
+            " pass; give its inputs: apply_checkpointing(model, layers, inputs=(x,))"
+        )
+    if not isinstance(inputs, (list, tuple)):
+        inputs = (inputs,)
+    costs: dict[str, Cost] = {}
+    with _measured(capability, candidates, costs):
+        capability.cost(model, tuple(inputs), {})
+    fitting = [
+        (path, module)
+        for path, module in candidates
+        if path in costs and layers.fits(costs[path].saved_bytes, costs[path].forward_seconds)
+    ]
+    chosen = outermost(capability, fitting)
+    return chosen, sum(costs[path].saved_bytes for path, _ in chosen)
+
+
+@contextmanager
+def _measured(
+    capability: Checkpoint, candidates: Sequence[Named], costs: dict[str, Cost]
+) -> Iterator[None]:
+    """Let each candidate be measured inside the block, when it is called first."""
+    undos = []
+    measuring = False
+
+    def wrapper(path: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        def wrap(forward: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                nonlocal measuring
+                if not measuring and path not in costs:
+                    measuring = True
+                    try:
+                        costs[path] = capability.cost(forward, args, kwargs)
+                    finally:
+                        measuring = False
+                return forward(*args, **kwargs)
+
+            return call
+
+        return wrap
+
+    try:
+        for path, module in candidates:
+            undos.append(capability.replace_forward(module, wrapper(path)))
+        yield
+    finally:
+        while undos:
+            undos.pop()()
+
+
+def _ends(segments: Sequence[Sequence[Named]]) -> list[tuple[Named, bool]]:
+    """Return each module once, with whether it ends a segment.
+
+    One that is called in several places has one forward, so it is a segment's end everywhere.
+    """
+    places: dict[int, list[tuple[Named, bool]]] = {}
+    for segment in segments:
+        for index, named in enumerate(segment):
+            places.setdefault(id(named[1]), []).append((named, index == len(segment) - 1))
+    return [(at[0][0], len(at) > 1 or at[0][1]) for at in places.values()]
+
+
+def _lengths(segments: Sequence[Sequence[Named]]) -> str:
+    lengths = [len(segment) for segment in segments]
+    if max(lengths) == 1:
+        return ""
+    return f"{len(lengths)} segments of {', '.join(map(str, lengths))} blocks"
 
 
 def _wrapper(
-    backend: str, path: str, *, preserve_rng: bool
+    backend: Backend, path: str, how: Recompute, ends: bool
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def wrap(forward: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(forward, CheckpointedForward):
             raise CompositionError(
                 f"block {path!r} is checkpointed already; call undo() of its receipt first"
             )
-        return CheckpointedForward(forward, backend, preserve_rng)
+        return CheckpointedForward(forward, backend.name, replace(how, name=path), ends)
 
     return wrap

@@ -1,8 +1,10 @@
-"""Nested lists, tuples and mappings: collect their leaves of one type."""
+"""Nested lists, tuples and mappings: collect leaves of one type, take them out, put others in."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -20,3 +22,48 @@ def leaves(tree: Any, kind: type | tuple[type, ...]) -> list[Any]:
     if isinstance(tree, (list, tuple, set, frozenset)):
         return [leaf for item in tree for leaf in leaves(item, kind)]
     return []
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of a leaf in a template."""
+
+    index: int
+
+
+def take_apart(value: Any, kind: type | tuple[type, ...], found: list[Any]) -> Any:
+    """Return the value with every leaf of a type in lists, tuples and dicts replaced by its Slot.
+
+    Args:
+        value: any value; what is neither such a leaf nor a container stays.
+        kind: the type of the leaves.
+        found: the leaves are appended here.
+    """
+    if isinstance(value, kind):
+        found.append(value)
+        return Slot(len(found) - 1)
+    return rebuilt(value, lambda part: take_apart(part, kind, found))
+
+
+def fill(template: Any, leaves: Sequence[Any]) -> Any:
+    """Return the template with leaves in its Slots."""
+    if type(template) is Slot:
+        return leaves[template.index]
+    return rebuilt(template, lambda part: fill(part, leaves))
+
+
+def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a list, tuple or dict with each part changed; the value itself if none changes."""
+    if not isinstance(value, (list, tuple, dict)):
+        return value
+    before = list(value.values() if isinstance(value, dict) else value)
+    after = [change(part) for part in before]
+    if all(a is b for a, b in zip(after, before, strict=True)):
+        return value
+    if isinstance(value, dict):
+        made = copy.copy(value)  # keeps a default factory and the like
+        made.update(zip(value, after, strict=True))
+        return made
+    if hasattr(value, "_fields"):  # a named tuple
+        return type(value)(*after)
+    return type(value)(after)

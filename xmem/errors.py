@@ -67,7 +67,17 @@ class InvalidScheduleError(PlanError):
 
 
 class RecomputeMismatchError(PlanError):
-    """A recomputation did not yield what the first pass did."""
+    """A recomputation did not do what the first pass did.
+
+    Attributes:
+        module: what was recomputed, as far as it has a name.
+        cause: the likely cause, a key of `xmem.mismatch.CAUSES`.
+    """
+
+    def __init__(self, message: str, *, module: str = "", cause: str = "unknown") -> None:
+        super().__init__(message)
+        self.module = module
+        self.cause = cause
 
 
 class CompositionError(XmemError):
@@ -112,6 +122,9 @@ class XmemWarning(UserWarning):
     """Something was applied to nothing, fell back to a slower way, or came too late."""
 
 
+_LISTED = 16
+
+
 def unknown(kind: str, value: object, valid: Iterable[str]) -> str:
     """Return the message for a value that is not one of the valid names.
 
@@ -126,5 +139,8 @@ def unknown(kind: str, value: object, valid: Iterable[str]) -> str:
     names: Sequence[str] = sorted(valid)
     near = get_close_matches(str(value), names, n=1, cutoff=0.5)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    listed = ", ".join(names) if names else "none is installed"
+    shown = names if len(names) <= _LISTED else get_close_matches(str(value), names, _LISTED, 0)
+    listed = ", ".join(shown) if names else "none is installed"
+    if len(shown) < len(names):
+        listed += f" and {len(names) - len(shown)} more"
     return f"unknown {kind} {value!r}.{hint} Valid: {listed}."

@@ -9,103 +9,39 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from xmem.records import (
+    CATEGORIES,
+    Category,
+    Cost,
+    Counters,
+    Framework,
+    Recompute,
+    Session,
+    Tagged,
+)
 
 if TYPE_CHECKING:
     import numpy as np
 
     from xmem.workloads.spec import Layer
 
-Category = Literal[
-    "parameter", "buffer", "gradient", "optimizer", "input", "activation", "temporary", "other"
+__all__ = [
+    "CATEGORIES",
+    "Category",
+    "Checkpoint",
+    "Cost",
+    "Counters",
+    "Framework",
+    "Measure",
+    "Models",
+    "Precision",
+    "Recompute",
+    "Session",
+    "Tagged",
+    "Training",
 ]
-CATEGORIES: tuple[Category, ...] = (
-    "temporary",
-    "parameter",
-    "buffer",
-    "gradient",
-    "optimizer",
-    "input",
-    "activation",
-    "other",
-)
-"""All categories, in the order of their native codes (`temporary` is 0: what nobody claimed).
-
-`activation`: allocated during forward and alive when backward begins. `temporary`: all else that
-the block allocated, recomputed activations and scratch inside kernels included. `other`: alive at
-entry and owned by nothing that was passed to `xmem.measure`.
-"""
-
-
-@dataclass(frozen=True)
-class Framework:
-    """How to recognise a framework without importing it.
-
-    Attributes:
-        module: the import name, e.g. "torch".
-        distribution: the name on the package index, for its version.
-        install_hint: the command that installs it.
-        companions: distributions that it is slow or incomplete without on this system.
-        first_run_note: what a person should know before it runs for the first time.
-    """
-
-    module: str
-    distribution: str
-    install_hint: str
-    companions: tuple[str, ...] = ()
-    first_run_note: str = ""
-
-
-@dataclass(frozen=True)
-class Session:
-    """A framework that has been imported and made ready.
-
-    Attributes:
-        framework_version: the framework's own version.
-        device: the device in use, "cpu" or "cuda".
-    """
-
-    framework_version: str
-    device: str
-
-
-@dataclass(frozen=True)
-class Counters:
-    """The allocator's counters at one instant, in bytes; what it cannot tell is None.
-
-    Attributes:
-        allocated_bytes: requested by live tensors now.
-        peak_allocated_bytes: the highest `allocated_bytes` since `reset_peak`, scratch included;
-            None where the source knows it inside `xmem.measure` only.
-        reserved_bytes: held by the framework's pool from the system or driver.
-        peak_reserved_bytes: the highest `reserved_bytes` since `reset_peak`.
-        allocation_count: allocations since the meter was installed.
-        out_of_memory_count: requests refused since the meter was installed.
-    """
-
-    allocated_bytes: int
-    peak_allocated_bytes: int | None
-    reserved_bytes: int | None
-    peak_reserved_bytes: int | None
-    allocation_count: int | None
-    out_of_memory_count: int | None
-
-
-@dataclass(frozen=True)
-class Tagged:
-    """What `Measure.tag` found.
-
-    Attributes:
-        tensors: how many distinct allocations now carry the category.
-        size_bytes: their bytes.
-        untracked_bytes: bytes of tensors that the meter did not allocate (made before
-            `xmem.use`, shared memory, memory maps, NumPy's).
-    """
-
-    tensors: int
-    size_bytes: int
-    untracked_bytes: int
 
 
 @runtime_checkable
@@ -183,18 +119,58 @@ class Checkpoint(Protocol):
     def checkpoint(
         self,
         function: Callable[..., Any],
-        /,
-        *args: Any,
-        preserve_rng: bool = True,
-        **kwargs: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        how: Recompute,
     ) -> Any:
         """Call a function, keep only its inputs, and call it again in backward.
+
+        The second call sees what the first saw: parameters, random numbers, precision, training
+        flags. Running statistics are updated once. Without gradients this is a plain call.
 
         Args:
             function: a module or any callable; it may read parameters and tensors around it.
             args: its inputs; tensors, containers of tensors and plain values.
-            preserve_rng: the second call draws the same random numbers as the first.
             kwargs: its keyword inputs.
+            how: what is replayed and checked.
+
+        Raises:
+            RecomputeMismatchError: in backward, if the second call does not do what the first did.
+            CompositionError: the function cannot be recomputed, with the reason.
+        """
+
+    def checkpoint_block(
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        how: Recompute,
+        *,
+        ends: bool,
+    ) -> Any:
+        """Call a block of a segment; the blocks of a segment are one region.
+
+        A block continues the region that its inputs come from, if that has not ended and runs
+        under the same precision; else it begins one. Whatever else reads what it returns gets the
+        value and its gradient; `xmem.deferred` has a way to do this.
+
+        Args:
+            function: the block's own forward.
+            args: its inputs.
+            kwargs: its keyword inputs.
+            how: what is replayed and checked.
+            ends: it is the last block of its segment.
+        """
+
+    def obstacle(self, module: Any) -> str | None:
+        """Return why a module cannot be recomputed as part of a region, or None."""
+
+    def cost(
+        self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Cost:
+        """Measure what a call keeps for backward and how long it takes.
+
+        Changes nothing: random streams, running statistics and gradients stay as they are.
         """
 
     def is_module(self, value: Any) -> bool:

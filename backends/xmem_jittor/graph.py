@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -82,3 +82,51 @@ def reached(outputs: Sequence[Any], targets: Sequence[Any]) -> list[bool]:
         *native.addresses(outputs), *native.addresses(targets), flags
     )
     return [bool(flag) for flag in flags[: len(targets)]]
+
+
+def tape_of(var: Any) -> int:
+    """Return the place on the tape, an address, through which gradients of a taped tensor pass."""
+    return int(native.graph().xmem_jittor_tape_of(var.var_ptr))
+
+
+def maker_of(place: int) -> int:
+    """Return the address of the operation behind a place on the tape."""
+    return int(native.graph().xmem_jittor_maker_of(place))
+
+
+def let_go(operation: int, taped: int, alive: Callable[[], Any]) -> None:
+    """Take a taped tensor, by address, off an operation's inputs; its place on the tape stays.
+
+    Args:
+        operation: the operation's address.
+        taped: the tensor's address.
+        alive: returns None if the operation is gone.
+    """
+    if alive() is not None:
+        native.graph().xmem_jittor_let_go(operation, taped)
+
+
+def draws(outputs: Sequence[Any], newest: int) -> bool:
+    """Say whether what was built after a node draws from Jittor's own stream of random numbers."""
+    return bool(native.graph().xmem_jittor_draws(*native.addresses(outputs), newest))
+
+
+def refuse_second_derivatives(
+    results: Sequence[Any], gradients: Sequence[Any], place: int, refuse: Callable[[], None]
+) -> list[Any]:
+    """Return gradients that cannot be differentiated with respect to what they depend on.
+
+    Args:
+        results: the gradients.
+        gradients: what they were computed from; None where there is none.
+        place: an output of the operation that is differentiated (`tape_of`).
+        refuse: raises.
+    """
+    taped = [result.tape() for result in results]
+    native.graph().xmem_jittor_refuse(
+        place,
+        *native.addresses([g for g in gradients if g is not None]),
+        *native.addresses(taped),
+        refuse,
+    )
+    return taped

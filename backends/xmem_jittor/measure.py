@@ -19,11 +19,11 @@ from typing import Any
 
 import jittor as jt
 
+from xmem.containers import leaves
 from xmem.errors import MeasurementError
 from xmem.protocols import CATEGORIES, Category, Counters, Tagged
 from xmem.sizes import parse_size
 from xmem_jittor import native
-from xmem_jittor.nested import modules_in, tensors_in
 
 _CODES: dict[str, int] = {category: code for code, category in enumerate(CATEGORIES)}
 
@@ -92,7 +92,7 @@ class Measure:
 
     def owned(self, model: Any, optimizer: Any, inputs: Any) -> dict[Category, Sequence[Any]]:
         """Return the tensors that model, optimizer and inputs own."""
-        held = [p for module in modules_in(model) for p in module.parameters()]
+        held = [p for module in leaves(model, jt.Module) for p in module.parameters()]
         known = {id(p) for p in held}
         given = [p for group in _groups(optimizer) for p in group["params"]]
         return {
@@ -101,7 +101,7 @@ class Measure:
             "buffer": [p for p in held if p.is_stop_grad()],
             "gradient": [g for group in _groups(optimizer) for g in group.get("grads", ())],
             "optimizer": [v for group in _groups(optimizer) for v in _states(group)],
-            "input": list(tensors_in(inputs)),
+            "input": list(leaves(inputs, jt.Var)),
         }
 
     def tag(self, category: Category, tensors: Iterable[Any]) -> Tagged:
@@ -141,7 +141,7 @@ class Measure:
             finally:
                 depth -= 1
             if depth == 0:
-                array, count = native.addresses(tensors_in(found))
+                array, count = native.addresses(leaves(found, jt.Var))
                 self._library.xmem_jittor_expect(array, count, _CODES["gradient"])
             return found
 
@@ -182,4 +182,4 @@ def _states(group: Mapping[str, Any]) -> Iterator[Any]:
     """Yield what an optimizer keeps beside parameters and gradients, under whatever names."""
     for name, held in group.items():
         if name not in ("params", "grads"):
-            yield from tensors_in(held)
+            yield from leaves(held, jt.Var)

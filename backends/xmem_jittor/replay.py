@@ -4,13 +4,14 @@ Jittor 1.3.11 draws random numbers when a kernel runs, from a generator whose st
 set back, and kernels run in another order the second time. Inside a region `jt.random`, the one
 Python caller of Jittor's random operation, gives numbers that are a function of a seed and of an
 element's place instead: the finaliser of MurmurHash3 (Austin Appleby, public domain) over a
-counter,
-made of elementwise integer operations, which fuse with whatever reads them and take no memory.
+counter, made of elementwise integer operations, which fuse with whatever reads them and take no
+memory.
 Normal numbers are two of these through the transform of Box and Muller (1958). Covered is whatever
-goes through `jt.random`: dropout, rand, randn, normal, randint, bernoulli, initialisers. Not
-covered: `jt.ops.random` itself and NumPy.
+goes through `jt.random`: dropout, rand, randn, normal, randint, bernoulli, initialisers. Whoever
+calls `jt.ops.random` itself, or a `jt.random` that was imported by name earlier, is refused.
 
-Seeds come from Python's `random`, which `jt.set_global_seed` seeds.
+Seeds come from a stream of xmem's own, which starts anew whenever Jittor is seeded
+(`jt.set_global_seed`, `jt.set_seed`), so neither Python's nor NumPy's stream is touched.
 """
 
 from __future__ import annotations
@@ -19,16 +20,29 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import jittor as jt
 
-from xmem.errors import RecomputeMismatchError
+from xmem.errors import CompositionError
+from xmem_jittor import native
 
+NOT_REPLAYED = (
+    "it draws from Jittor's own random operation, whose numbers cannot be drawn again:"
+    " jt.ops.random, or a jt.random that was imported by name. Call jt.random, jt.rand or jt.randn"
+    " instead, or pass preserve_rng=False if the second pass may draw others."
+)
 _STEPS = 1 << 24  # a float32 holds every multiple of 1/_STEPS in [0, 1)
 
+
+class TooManyDraws(Exception):  # noqa: N818  no error of xmem's: the region makes one of it
+    """The second pass draws more random tensors than the first."""
+
+
 _sources: list[Callable[[], int]] = []
-_plain_random: Any = None
+_plain: tuple[Any, Any] | None = None
+_stream = random.Random()
+_stream_of: int | None = None
 
 
 @contextmanager
@@ -49,41 +63,60 @@ def recorded() -> Iterator[list[int]]:
 
 
 @contextmanager
-def replayed(seeds: Sequence[int]) -> Iterator[None]:
-    """Draw inside the block what was drawn when the seeds were noted."""
-    remaining = iter(seeds)
+def replayed(seeds: Sequence[int]) -> Iterator[list[int]]:
+    """Draw inside the block what was drawn when the seeds were noted.
+
+    Yields the seeds that have not been drawn yet, the next one last.
+
+    Raises:
+        TooManyDraws: there are no more.
+    """
+    remaining = list(reversed(seeds))
 
     def draw() -> int:
-        seed = next(remaining, None)
-        if seed is None:
-            raise RecomputeMismatchError(
-                f"the recomputation of a checkpointed region draws more random tensors than the"
-                f" first pass, which drew {len(seeds)}. What it does must not depend on state that"
-                " changes between forward and backward."
-            )
-        return seed
+        if not remaining:
+            raise TooManyDraws
+        return remaining.pop()
 
     with _drawing(draw):
+        yield remaining
+
+
+@contextmanager
+def aside() -> Iterator[None]:
+    """Draw inside the block without leaving a trace in any stream."""
+    numbers = random.Random(0)
+    with _drawing(lambda: numbers.getrandbits(31)):
         yield
 
 
 def _fresh_seed() -> int:
-    return random.getrandbits(31)
+    global _stream_of
+    seeding = int(native.graph().xmem_jittor_seedings())
+    if _stream_of != seeding:
+        _stream.seed(jt.get_seed())
+        _stream_of = seeding
+    return _stream.getrandbits(31)
 
 
 @contextmanager
 def _drawing(source: Callable[[], int]) -> Iterator[None]:
-    global _plain_random
+    global _plain
     if not _sources:
-        _plain_random = jt.random
+        _plain = jt.random, jt.ops.random
         jt.random = _random
+        jt.ops.random = _refuse
     _sources.append(source)
     try:
         yield
     finally:
         _sources.pop()
-        if not _sources:
-            jt.random = _plain_random
+        if not _sources and _plain is not None:
+            jt.random, jt.ops.random = _plain
+
+
+def _refuse(*_: Any, **__: Any) -> NoReturn:
+    raise CompositionError(f"a checkpointed region cannot be recomputed: {NOT_REPLAYED}")
 
 
 def _random(shape: Sequence[int], dtype: Any = "float32", type: str = "uniform") -> Any:

@@ -1,22 +1,37 @@
 """Gradient checkpointing on PyTorch: torch.utils.checkpoint, non-reentrant (2.13).
 
 Never the reentrant form: it drops gradients where no input needs one, and breaks under data
-parallel (pytorch#24005). Random state is PyTorch's to replay. Running statistics of BatchNorm would
-be updated by both passes (pytorch#96136); the second pass runs with momentum 0.
+parallel (pytorch#24005). What PyTorch leaves open is closed around it, in `recompute.py`.
+
+A compiled model may contain regions; a region may not contain what is compiled (pytorch#144035,
+pytorch#161889). While torch.compile traces, a region is PyTorch's own and nothing else: the
+compiler replays randomness and statistics by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from xmem.containers import leaves
+from xmem.deferred import deferreds_in, extended, settled, value_of
+from xmem.errors import CompositionError
+from xmem.mismatch import function_name
+from xmem.records import Cost, Recompute
 from xmem_torch import precision
+from xmem_torch.reach import reach
+from xmem_torch.recompute import Region, aside
+
+_COMPILED = (
+    "it is compiled, and torch.compile inside a region loses its recomputation. Compile the whole"
+    " model after apply_checkpointing instead: torch.compile(model)"
+)
 
 
 class Checkpoint:
@@ -27,22 +42,78 @@ class Checkpoint:
     def checkpoint(
         self,
         function: Callable[..., Any],
-        /,
-        *args: Any,
-        preserve_rng: bool = True,
-        **kwargs: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        how: Recompute,
     ) -> Any:
         """Call through torch.utils.checkpoint; without gradients this is a plain call."""
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
-        return torch_checkpoint(
-            function,
-            *args,
-            use_reentrant=False,
-            preserve_rng_state=preserve_rng,
-            context_fn=lambda: (nullcontext(), _recomputing(precision.capture())),
-            **kwargs,
-        )
+        if torch.compiler.is_compiling():
+            return torch_checkpoint(
+                functools.partial(_traced, function, how.name),
+                *args,
+                use_reentrant=False,
+                preserve_rng_state=how.preserve_rng,
+                **kwargs,
+            )
+        return _eager(function, args, kwargs, how)
+
+    def checkpoint_block(
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        how: Recompute,
+        *,
+        ends: bool,
+    ) -> Any:
+        """Leave it to the last block of its segment; while a compiler traces, each is the last."""
+        if not torch.is_grad_enabled():
+            return function(*settled(args), **settled(kwargs))
+        if torch.compiler.is_compiling() or (ends and not deferreds_in((args, kwargs))):
+            return self.checkpoint(function, args, kwargs, how)
+
+        def run(
+            function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], name: str
+        ) -> Any:
+            return self.checkpoint(function, args, kwargs, replace(how, name=name))
+
+        call = extended(run, precision.in_force(), function, how.name, tuple(args), dict(kwargs))
+        return value_of(call) if ends else call
+
+    def obstacle(self, module: Any) -> str | None:
+        """Name what is compiled."""
+        return _COMPILED if any(_is_compiled(m) for m in module.modules()) else None
+
+    def cost(
+        self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Cost:
+        """Count the storages that autograd saves, and time the second of two calls."""
+        modules, _, around = reach(function)
+        held = [t for m in modules for t in (*m._parameters.values(), *m._buffers.values())]
+        alive = set(_storages([*args, *kwargs.values(), *around, *held]))
+        saved: list[torch.Tensor] = []
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            saved.append(tensor)
+            return tensor
+
+        with (
+            aside(function),
+            torch.enable_grad(),
+            torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+        ):
+            function(*args, **kwargs)
+            saved.clear()
+            _wait()
+            started = time.perf_counter()
+            outputs = function(*args, **kwargs)
+            _wait()
+            seconds = time.perf_counter() - started
+        alive.update(_storages(outputs))
+        kept = _storages(saved)
+        return Cost(sum(size for where, size in kept.items() if where not in alive), seconds)
 
     def is_module(self, value: Any) -> bool:
         """torch.nn.Module."""
@@ -72,38 +143,44 @@ class Checkpoint:
         return undo
 
 
-@contextmanager
-def _recomputing(precision_again: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
-    with precision_again(), _statistics_untouched():
-        yield
+def _traced(function: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
+    """Run a region that the compiler recomputes; it never comes here to do so itself."""
+    if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
+        raise CompositionError(
+            f"torch.compile broke off inside the checkpointed {name or function_name(function)!r},"
+            " so that its first pass was compiled and the second would not be: other random"
+            " numbers, statistics updated twice. Remove the graph break (fullgraph=True shows it),"
+            " or train without torch.compile."
+        )
+    return function(*args, **kwargs)
 
 
-@contextmanager
-def _statistics_untouched() -> Iterator[None]:
-    """Let no normalisation layer that runs in the block update its running statistics.
+@torch.compiler.disable
+def _eager(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], how: Recompute
+) -> Any:
+    """Run a region; where a compiled model has broken off, nothing inside is compiled by itself.
 
-    Momentum 0 keeps the averages, and a missing counter is not counted up; batch statistics are
-    used all the same. Restored at the end of the block and not after each layer: recomputation
-    may end early, by an exception inside a layer.
+    PyTorch recomputes eagerly, so a first pass that is compiled would save other tensors.
     """
-    changed: list[tuple[Any, float | None, Any]] = []
+    region = Region(function, how)
+    for module in region.modules:
+        if _is_compiled(module):
+            name = how.name or function_name(function)
+            raise CompositionError(f"{name!r} cannot be recomputed: {_COMPILED}")
+    return region.first_pass(args, kwargs)
 
-    def before_forward(module: Any, _: Any) -> None:
-        if (
-            isinstance(module, _NormBase)
-            and module.training
-            and module.track_running_stats
-            and not any(module is m for m, _, _ in changed)
-        ):
-            changed.append((module, module.momentum, module.num_batches_tracked))
-            module.momentum = 0.0
-            module.num_batches_tracked = None
 
-    handle = register_module_forward_pre_hook(before_forward)
-    try:
-        yield
-    finally:
-        handle.remove()
-        for module, momentum, counter in changed:
-            module.momentum = momentum
-            module.num_batches_tracked = counter
+def _is_compiled(module: Any) -> bool:
+    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
+
+
+def _storages(tree: Any) -> dict[int, int]:
+    """Return the bytes of distinct storages by address."""
+    found = (t.untyped_storage() for t in leaves(tree, torch.Tensor))
+    return {storage.data_ptr(): storage.nbytes() for storage in found}
+
+
+def _wait() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()

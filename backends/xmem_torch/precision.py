@@ -8,7 +8,7 @@ float16 on a CPU runs 12 times slower than float32; "auto" is bfloat16 there.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -83,6 +83,16 @@ def capture() -> Callable[[], AbstractContextManager[Any]]:
     return nullcontext if inner is None else inner.again
 
 
+def in_force() -> Hashable:
+    """Return autocast's state here and the operations that are kept in float32."""
+    inner = getattr(_modes, "innermost", None)
+    devices = [d for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
+    return (
+        tuple((d, str(torch.get_autocast_dtype(d))) for d in devices),
+        None if inner is None else inner.names,
+    )
+
+
 class _KeepFloat32(TorchFunctionMode):
     """Runs the named functions in float32 inside an autocast region.
 
@@ -93,12 +103,12 @@ class _KeepFloat32(TorchFunctionMode):
     def __init__(self, device: str, names: frozenset[str]) -> None:
         super().__init__()
         self._device = device
-        self._names = names
+        self.names = names
         self._outer: _KeepFloat32 | None = None
 
     def again(self) -> _KeepFloat32:
         """Return the same mode anew, for a recomputation."""
-        return _KeepFloat32(self._device, self._names)
+        return _KeepFloat32(self._device, self.names)
 
     def __enter__(self) -> Any:
         self._outer = getattr(_modes, "innermost", None)
@@ -113,7 +123,7 @@ class _KeepFloat32(TorchFunctionMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if getattr(function, "__name__", "") not in self._names:
+        if getattr(function, "__name__", "") not in self.names:
             return function(*args, **kwargs)
         with torch.autocast(self._device, enabled=False):
             return function(*map(_float32, args), **{k: _float32(v) for k, v in kwargs.items()})

@@ -4,6 +4,7 @@ A backend `broken-LIE-BASE` is BASE with one lie, e.g. `broken-noop_checkpoint-t
 """
 
 import dataclasses
+import functools
 import importlib
 from contextlib import nullcontext
 
@@ -20,31 +21,93 @@ class Delegate:
         return getattr(self._real, name)
 
 
-class NoopCheckpoint(Delegate):
+class RegionLie(Delegate):
+    """What is done to single calls and to blocks of segments alike.
+
+    `region(real, function, args, kwargs, how)` lies about one; `real` is the true one.
+    """
+
+    def checkpoint(self, function, args, kwargs, how):
+        return self.region(self._real.checkpoint, function, args, kwargs, how)
+
+    def checkpoint_block(self, function, args, kwargs, how, *, ends):
+        real = functools.partial(self._real.checkpoint_block, ends=ends)
+        return self.region(real, function, args, kwargs, how)
+
+
+class NoopCheckpoint(RegionLie):
     """Checkpointing that only calls the function."""
 
-    def checkpoint(self, function, /, *args, preserve_rng=True, **kwargs):
+    def region(self, real, function, args, kwargs, how):
         return function(*args, **kwargs)
 
 
-class TwiceCheckpoint(Delegate):
+class TwiceCheckpoint(RegionLie):
     """Checkpointing with the right result, and the work of one more forward pass."""
 
-    def checkpoint(self, function, /, *args, preserve_rng=True, **kwargs):
+    def region(self, real, function, args, kwargs, how):
         function(*args, **kwargs)
-        return self._real.checkpoint(function, *args, preserve_rng=preserve_rng, **kwargs)
+        return real(function, args, kwargs, how)
 
 
-class DetachingCheckpoint(Delegate):
+class DetachingCheckpoint(RegionLie):
     """Checkpointing that computes right values and loses the gradients of every second call."""
 
     calls = 0
 
-    def checkpoint(self, function, /, *args, preserve_rng=True, **kwargs):
+    def region(self, real, function, args, kwargs, how):
         DetachingCheckpoint.calls += 1
         if DetachingCheckpoint.calls % 2:
             args = tuple(a.detach() if hasattr(a, "detach") else a for a in args)
-        return self._real.checkpoint(function, *args, preserve_rng=preserve_rng, **kwargs)
+        return real(function, args, kwargs, how)
+
+
+class LastPlainCheckpoint(RegionLie):
+    """Checkpointing that leaves out the last of five blocks, as checkpoint_sequential does."""
+
+    def region(self, real, function, args, kwargs, how):
+        if how.name == "blocks.4":
+            return function(*map(_value, args), **kwargs)
+        return real(function, args, kwargs, how)
+
+
+class RawCheckpoint(RegionLie):
+    """PyTorch's own function and nothing around it: statistics, host randomness, named errors."""
+
+    def region(self, real, function, args, kwargs, how):
+        from torch.utils.checkpoint import checkpoint
+
+        return checkpoint(function, *args, use_reentrant=False, **kwargs)
+
+
+class RedrawingCheckpoint(RegionLie):
+    """Checkpointing that draws new random numbers, whatever it is asked for."""
+
+    def region(self, real, function, args, kwargs, how):
+        return real(function, args, kwargs, dataclasses.replace(how, preserve_rng=False))
+
+
+class UncheckedCheckpoint(RegionLie):
+    """Checkpointing that never compares values."""
+
+    def region(self, real, function, args, kwargs, how):
+        return real(function, args, kwargs, dataclasses.replace(how, check_values=False))
+
+
+class LeakyCheckpoint(RegionLie):
+    """Checkpointing that keeps what entered its regions."""
+
+    kept = []  # noqa: RUF012
+
+    def region(self, real, function, args, kwargs, how):
+        self.kept.append(args)
+        return real(function, args, kwargs, how)
+
+
+def _value(argument):
+    from xmem.deferred import settled
+
+    return settled(argument)
 
 
 class ConstantMeter(Delegate):
@@ -87,6 +150,11 @@ LIES = {
     "noop_checkpoint": ("checkpoint", NoopCheckpoint),
     "twice_checkpoint": ("checkpoint", TwiceCheckpoint),
     "detaching_checkpoint": ("checkpoint", DetachingCheckpoint),
+    "last_plain_checkpoint": ("checkpoint", LastPlainCheckpoint),
+    "raw_checkpoint": ("checkpoint", RawCheckpoint),
+    "redrawing_checkpoint": ("checkpoint", RedrawingCheckpoint),
+    "unchecked_checkpoint": ("checkpoint", UncheckedCheckpoint),
+    "leaky_checkpoint": ("checkpoint", LeakyCheckpoint),
     "constant_meter": ("measure", ConstantMeter),
     "forgetful_meter": ("measure", ForgetfulMeter),
     "wrong_gradients": ("models", WrongGradients),

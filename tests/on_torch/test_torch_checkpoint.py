@@ -188,10 +188,12 @@ def test_what_is_checkpointed_already_is_refused_and_nothing_changes(backend):
     assert "forward" not in model[1].__dict__
 
 
-@pytest.mark.parametrize("wrong", ["x", None, 3])
-def test_a_block_that_is_no_module_is_named_before_anything_changes(backend, wrong):
+@pytest.mark.parametrize(
+    ("wrong", "said"), [("x", "unknown module 'x'"), (None, "is no module"), (3, "is no module")]
+)
+def test_a_block_that_is_no_module_is_named_before_anything_changes(backend, wrong, said):
     model = conv_blocks()
-    with pytest.raises(xmem.UsageError, match="is no module"):
+    with pytest.raises(xmem.UsageError, match=said):
         xmem.apply_checkpointing(model, "every", blocks=[model[0], wrong])
     assert "forward" not in model[0].__dict__
 

@@ -66,6 +66,12 @@ def allocator() -> ctypes.PyDLL:
     library.xmem_jittor_expect.argtypes = [many, ctypes.c_int, ctypes.c_int]
     library.xmem_jittor_forget_expectations.argtypes = []
     library.xmem_jittor_reachable_bytes.restype = number
+    library.xmem_jittor_note.argtypes = [number]
+    library.xmem_jittor_note.restype = None
+    library.xmem_jittor_noted.argtypes = [ctypes.POINTER(ctypes.c_double)]
+    library.xmem_jittor_noted.restype = number
+    library.xmem_jittor_bytes_of.argtypes = [many, ctypes.c_int]
+    library.xmem_jittor_bytes_of.restype = number
     for name in _VOID:
         getattr(library, f"xmem_jittor_{name}").restype = None
     return library
@@ -88,6 +94,19 @@ def graph() -> ctypes.PyDLL:
     library.xmem_jittor_handles.argtypes = [
         many, ctypes.c_int, ctypes.c_void_p, integers, many, ctypes.c_int,
     ]  # fmt: skip
+    library.xmem_jittor_tape_of.argtypes = [number]
+    library.xmem_jittor_tape_of.restype = number
+    library.xmem_jittor_maker_of.argtypes = [number]
+    library.xmem_jittor_maker_of.restype = number
+    library.xmem_jittor_let_go.argtypes = [number, number]
+    library.xmem_jittor_let_go.restype = None
+    library.xmem_jittor_draws.argtypes = [many, ctypes.c_int, number]
+    library.xmem_jittor_refuse.argtypes = [
+        number, many, ctypes.c_int, many, ctypes.c_int, ctypes.py_object,
+    ]  # fmt: skip
+    library.xmem_jittor_refuse.restype = None
+    library.xmem_jittor_seedings.argtypes = []
+    library.xmem_jittor_seedings.restype = number
     return library
 
 

@@ -8,6 +8,7 @@
 // the tensor that is freed last may be a smaller view. Every live allocation knows when it was born
 // and its category, so that bytes can still move between categories in the picture of the last
 // peak: an allocation that lives now and was born before the peak was there at the peak.
+#include <chrono>
 #include <cstddef>
 #include <cstring>
 #include <deque>
@@ -347,6 +348,39 @@ void xmem_jittor_expect(const long long* vars, int count, int category) {
 void xmem_jittor_forget_expectations() {
     expectations.backward_marks.clear();
     expectations.category_by_node.clear();
+}
+
+namespace {
+struct Note {
+    int64 bytes = 0;
+    double seconds = 0;
+} notes[2];
+}  // namespace
+
+// Called by an operation while a graph runs: notes what is allocated, and the time.
+void xmem_jittor_note(long long which) {
+    auto* pool = active();
+    auto now = std::chrono::steady_clock::now().time_since_epoch();
+    notes[which & 1] = {pool ? pool->current : 0, std::chrono::duration<double>(now).count()};
+}
+
+// The bytes at the second note, and the seconds between the two.
+long long xmem_jittor_noted(double* seconds) {
+    *seconds = notes[1].seconds - notes[0].seconds;
+    return notes[1].bytes;
+}
+
+// Bytes of the distinct allocations behind Vars.
+long long xmem_jittor_bytes_of(const long long* vars, int count) {
+    std::unordered_set<size_t> seen;
+    int64 total = 0;
+    for (int i = 0; i < count; i++) {
+        auto* var = (Var*)vars[i];
+        auto* pool = var->mem_ptr ? pool_of(var->allocator) : nullptr;
+        if (pool && seen.insert(var->allocation).second)
+            total += pool->records[var->allocation].requested;
+    }
+    return total;
 }
 
 // The sum over everything that Python's handles reach, counted by allocation: for tests.

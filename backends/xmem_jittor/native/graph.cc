@@ -1,8 +1,13 @@
 // What a piece of Jittor's lazily built graph reads, without executing it (Jittor 1.3.11).
+#include <list>
+#include <stdexcept>
+#include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "graph.h"
+#include "init.h"
 #include "op.h"
 #include "pyjt/py_converter.h"
 #include "var.h"
@@ -22,6 +27,85 @@ std::vector<Node*> start(const long long* outputs, int count, int64 tag) {
     }
     return queue;
 }
+
+long long seedings = 0;
+void count_seeding(int) { seedings++; }
+
+// Stands between gradients and what they depend on, and raises when it is differentiated. Like
+// Jittor's Tapes, which however forgets its callback when that raises.
+struct Refusal final : Op {
+    PyObject* raise;
+
+    explicit Refusal(PyObject* raise) : raise(raise) {
+        flags.set(NodeFlags::_cpu);
+        flags.set(NodeFlags::_cuda);
+        flags.set(NodeFlags::_grads);
+        flags.set(NodeFlags::_manual_set_vnbb);
+    }
+    const char* name() const override { return "xmem_refusal"; }
+    void grads(Var**, VarPtr*) override {
+        Py_XDECREF(PyObject_CallNoArgs(raise));
+        throw std::runtime_error("second derivatives are refused");
+    }
+};
+
+bool is_refusal(Node* node) {
+    return !node->is_var() && std::string(node->op()->name()) == "xmem_refusal";
+}
+
+// Goes back along gradients and finds the tensors that somebody may differentiate with respect to:
+// those that Python holds and that do not depend on another such tensor.
+struct Walk {
+    int64 held = 0, seen = 0;
+    std::unordered_set<Node*> dependent;  // on a source
+    std::vector<Node*> sources;
+    std::vector<Node*> refusals;  // results of earlier refusals, which are not passed
+
+    Walk() {
+        held = ++tflag_count;
+        for (auto* holder : hold_vars) holder->var->tflag = held;
+        seen = ++tflag_count;
+    }
+
+    void go(Node* start, bool pass_refusals, bool start_is_source) {
+        struct Step {
+            Node* node;
+            bool held, entered;
+        };
+        std::vector<Step> stack{{start, false, false}};
+        while (!stack.empty()) {
+            auto& step = stack.back();
+            Node* node = step.node;
+            if (!step.entered) {
+                if (node->tflag == seen || node->is_stop_grad()) {
+                    stack.pop_back();
+                    continue;
+                }
+                step.entered = true;
+                step.held = node->tflag == held && (start_is_source || node != start);
+                node->tflag = seen;
+                bool refused = node->is_var() && !node->_inputs.empty() &&
+                               is_refusal(node->_inputs.front().node);
+                if (refused && !pass_refusals) {
+                    refusals.push_back(node);
+                    dependent.insert(node);
+                    stack.pop_back();
+                    continue;
+                }
+                for (auto& input : node->_inputs) stack.push_back({input.node, false, false});
+                continue;
+            }
+            bool depends = false;
+            for (auto& input : node->_inputs) depends |= dependent.count(input.node) > 0;
+            if (!depends && step.held && node->is_var() && node->var()->is_float()) {
+                sources.push_back(node);
+                depends = true;
+            }
+            if (depends) dependent.insert(node);
+            stack.pop_back();
+        }
+    }
+};
 
 }  // namespace
 
@@ -95,5 +179,105 @@ int xmem_jittor_handles(const long long* vars, int var_count, void* type, int* o
         count++;
     }
     return count;
+}
+
+// The Var without memory through which gradients of a taped output come to its operation, or 0.
+long long xmem_jittor_tape_of(long long var) {
+    Op* op = ((Var*)var)->input();
+    if (!op || std::string(op->name()) != "tape" || op->_inputs.size() < 2) return 0;
+    return (long long)op->_inputs.back().node;
+}
+
+// The operation that makes a Var, or 0.
+long long xmem_jittor_maker_of(long long var) { return (long long)((Var*)var)->input(); }
+
+// Lets an operation depend on what a taped Var stands for on the tape instead of on the Var, so that
+// the Var's memory is not kept for it.
+void xmem_jittor_let_go(long long operation, long long taped) {
+    auto* op = (Node*)operation;
+    auto* var = (Node*)taped;
+    std::list<Node*> inputs;
+    bool found = false;
+    for (auto& input : op->_inputs) {
+        auto* node = input.node;
+        if (node == var) {
+            found = true;
+            auto* place = (Node*)xmem_jittor_tape_of(taped);
+            if (!place) return;
+            node = place;
+        }
+        inputs.push_back(node);
+    }
+    if (!found) return;
+    SetupFreeBuffer setup_free_buffer;
+    // set_inputs lets go of the old inputs before it takes the new ones; whatever only this
+    // operation keeps, and the operation itself, would be freed in between.
+    std::vector<Node*> kept(inputs.begin(), inputs.end());
+    kept.push_back(op);
+    for (auto* node : kept) node->own_both_liveness();
+    op->set_inputs(inputs);
+    for (auto* node : kept) node->release_both_liveness();
+}
+
+// Says whether the nodes made after `newest` draw random numbers of Jittor's own stream.
+int xmem_jittor_draws(const long long* outputs, int output_count, long long newest) {
+    auto queue = start(outputs, output_count, ++tflag_count);
+    auto tag = tflag_count;
+    for (size_t i = 0; i < queue.size(); i++) {
+        Node* node = queue[i];
+        if (node->id <= newest) continue;
+        if (!node->is_var()) {
+            const std::string name = node->op()->name();
+            if (name == "random" || name == "curand_random") return 1;
+        }
+        for (auto& input : node->_inputs) {
+            if (input.node->tflag == tag) continue;
+            input.node->tflag = tag;
+            queue.push_back(input.node);
+        }
+    }
+    return 0;
+}
+
+// Lets `raise` be called, which sets a Python error, when somebody differentiates the results
+// (outputs of `tape`) with respect to a tensor that the operation behind `taped` (an output of it)
+// or one of the gradients depends on.
+//
+// Only tensors that Python holds and that nothing held leads to (parameters, inputs) are tied to the
+// results. A tensor in between would be kept alive by the tie; those live as long as they are held.
+// What an earlier refusal is tied to is reached through that one, so that the number of ties stays
+// in proportion to the model.
+void xmem_jittor_refuse(long long taped, const long long* gradients, int gradient_count,
+                        const long long* results, int result_count, PyObject* raise) {
+    Walk walk;
+    for (int i = 0; i < gradient_count; i++) walk.go((Node*)gradients[i], false, false);
+    auto sources = walk.refusals;
+    sources.insert(sources.end(), walk.sources.begin(), walk.sources.end());
+    for (auto* refusal : walk.refusals) {
+        for (auto& input : refusal->_inputs) walk.go(input.node, true, false);
+    }
+    const auto covered = walk.sources.size();
+    walk.go((Node*)taped, true, false);
+    sources.insert(sources.end(), walk.sources.begin() + covered, walk.sources.end());
+    if (sources.empty()) return;
+    auto* refusal = new Refusal(raise);
+    for (int i = 0; i < result_count; i++) {
+        auto* result = (Var*)results[i];
+        VarPtr out(0, result->dtype());
+        out->add_inputs(std::vector<Node*>{refusal});
+        result->input()->add_inputs(std::vector<Node*>{out.ptr});
+    }
+    refusal->add_inputs(sources);
+    for (int i = 0; i < result_count; i++) ((Var*)results[i])->input()->input(0)->set_stop_grad();
+}
+
+// How often Jittor has been seeded; counted from the first call.
+long long xmem_jittor_seedings() {
+    static bool counting = false;
+    if (!counting) {
+        counting = true;
+        add_set_seed_callback(count_seeding);
+    }
+    return seedings;
 }
 }

@@ -1,0 +1,285 @@
+"""One call of a function, made twice: what the first pass leaves for the second.
+
+* What the function reads beside its inputs is found from the graph that the first pass has built
+  and not yet run, so parameters and tensors of closures get their gradients.
+* Both passes must not share tensors: Jittor fuses operations that read the same tensor, also across
+  passes, and the merged kernel runs when the later pass is ready. The second pass reads zero-copy
+  views of what the first one read, which are also the values of the first pass where a parameter
+  has been updated in between. Only writes into raw memory (`x.data[...] = `) cannot be seen.
+* Buffers (running statistics) are views too in the second pass, of what they were before the first;
+  what the second pass writes to them is dropped unread.
+* Random numbers of Jittor are drawn with seeds (`replay.py`), those of Python and NumPy by setting
+  the streams back, also generators that the function or its modules hold.
+* Training flags and the precision in force are those of the first pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import jittor as jt
+
+from xmem.behind import behind
+from xmem.containers import fill, take_apart
+from xmem.errors import CompositionError, RecomputeMismatchError
+from xmem.mismatch import as_they_were, differs, function_name, mismatch, sample_step
+from xmem.randomness import Streams, stream_kinds
+from xmem.records import Recompute
+from xmem_jittor import precision, replay
+from xmem_jittor.graph import draws, handles_of, newest_node, read_by, swapped
+
+Facts = tuple[tuple[int, ...], str]
+"""The shape and the type of a tensor."""
+
+_KEPT_FLAGS = ("auto_mixed_precision_level", "amp_reg")
+
+
+def flags_in_force() -> dict[str, int]:
+    """Return Jittor's flags that change what an operation computes."""
+    return {name: getattr(jt.flags, name) for name in _KEPT_FLAGS}
+
+
+@dataclass
+class Read:
+    """A tensor that the function reads beside its inputs.
+
+    Attributes:
+        handles: the Python objects that hold it.
+        value: a view of it as the first pass read it.
+        trained: gradients are asked for.
+    """
+
+    handles: list[Any]
+    value: Any
+    trained: bool
+
+
+@dataclass(frozen=True)
+class Reach:
+    """What a function can reach by itself.
+
+    Attributes:
+        modules: with all that are inside them.
+        streams: generators of random numbers.
+        buffers: tensors of the modules that ask for no gradients.
+    """
+
+    modules: list[Any]
+    streams: list[Any]
+    buffers: list[Any]
+
+    @classmethod
+    def of(cls, function: Callable[..., Any]) -> Reach:
+        """Find it."""
+        kinds = tuple(stream_kinds())
+        modules: dict[int, Any] = {}
+        streams: dict[int, Any] = {}
+        buffers: dict[int, Any] = {}
+        for found in behind(function, (jt.Module, *kinds)):
+            if isinstance(found, jt.Module):
+                modules.update((id(m), m) for m in found.modules())
+                buffers.update((id(p), p) for p in found.parameters() if p.is_stop_grad())
+            else:
+                streams[id(found)] = found
+        for module in modules.values():
+            held = (v for v in module.__dict__.values() if isinstance(v, kinds))
+            streams.update((id(v), v) for v in held)
+        return cls(list(modules.values()), list(streams.values()), list(buffers.values()))
+
+
+class Call:
+    """One call of a function in a region.
+
+    Attributes:
+        reads: what it reads beside its inputs, in a fixed order; known after the first pass.
+        flags: of Jittor, in the first pass.
+        name: what errors call it.
+    """
+
+    def __init__(self, function: Callable[..., Any], template: Any, how: Recompute) -> None:
+        self._function = function
+        self._template = template
+        self._how = how
+        self.name = how.name or function_name(function)
+        reach = Reach.of(function)
+        self._training = [(m, getattr(m, "is_train", True)) for m in reach.modules]
+        self._buffers = [(buffer, _handle(buffer)) for buffer in reach.buffers]
+        self._precision = precision.capture()
+        self._streams = Streams(reach.streams, stream_kinds()) if how.preserve_rng else None
+        self._seeds: list[int] = []
+        self._facts: list[Facts] = []
+        self._samples: list[Any] = []
+        self.flags = flags_in_force()
+        self.reads: list[Read] = []
+
+    def _call(self, inputs: Sequence[Any]) -> Any:
+        args, kwargs = fill(self._template, inputs)
+        return self._function(*args, **kwargs)
+
+    def first_pass(self, inputs: Sequence[Any]) -> tuple[Any, list[Any]]:
+        """Run the function without a graph; returns its result's template and tensors."""
+        newest = newest_node()
+        recording: AbstractContextManager[list[int]] = nullcontext([])
+        if self._how.preserve_rng:
+            recording = replay.recorded()
+        with jt.flag_scope(no_grad=1), recording as self._seeds:
+            result = self._call(inputs)
+        if self._streams is not None:
+            self._streams.first_pass_ended()
+        self._buffers = [
+            (buffer, before if buffer.id != before.id else None) for buffer, before in self._buffers
+        ]
+        outputs: list[Any] = []
+        template = take_apart(result, jt.Var, outputs)
+        self._facts = [_facts(output) for output in outputs]
+        self._find_reads(outputs, newest, inputs)
+        if self._how.check_values:
+            self._samples = [_sample(output) for output in outputs]
+        return template, outputs
+
+    def _find_reads(self, outputs: list[Any], newest: int, inputs: Sequence[Any]) -> None:
+        """Find what the function read beside its inputs."""
+        found, executed = read_by(outputs, newest, inputs)
+        if executed:
+            # Somebody waited for a value in the first pass, which forgets its graph then; a graph
+            # with gradients does not.
+            with self._as_it_was():
+                views = [
+                    v.detach() if v.is_stop_grad() else v.detach().start_grad() for v in inputs
+                ]
+                newest = newest_node()
+                outputs = []
+                take_apart(self._call(views), jt.Var, outputs)
+                found, _ = read_by(outputs, newest, views)
+        if self._how.preserve_rng and draws(outputs, newest):
+            raise CompositionError(f"{self.name!r} cannot be recomputed: {replay.NOT_REPLAYED}")
+        for handles in handles_of(found):
+            var = handles[0]
+            trained = var.dtype.is_float() and not var.is_stop_grad()
+            self.reads.append(Read(handles, var.detach(), trained))
+
+    @contextmanager
+    def _as_it_was(self, handles: Sequence[Any] = (), views: Sequence[Any] = ()) -> Iterator[None]:
+        """Let a block run in the state of the first pass, and leave no trace."""
+        known = {id(handle) for handle in handles}
+        buffers = [pair for pair in self._buffers if id(pair[0]) not in known]
+        # Views that updates may go to, to be dropped unread.
+        thrown_away = [
+            (buffer if before is None else before).detach().stop_grad()
+            for buffer, before in buffers
+        ]
+        training = [(m, was) for m, was in self._training if hasattr(m, "is_train")]
+        with ExitStack() as stack:
+            remaining = stack.enter_context(self._replayed())
+            if self._streams is not None:
+                stack.enter_context(self._streams.replayed())
+            stack.enter_context(as_they_were(training, "is_train"))
+            stack.enter_context(self._precision())
+            stack.enter_context(swapped(handles, views))
+            stack.enter_context(swapped([buffer for buffer, _ in buffers], thrown_away))
+            try:
+                yield
+            except replay.TooManyDraws:
+                what = f"it draws more random tensors than the {len(self._seeds)} of the first pass"
+                raise mismatch(self.name, what, self._cause("randomness")) from None
+            if remaining:
+                drawn = len(self._seeds) - len(remaining)
+                what = f"it draws {drawn} random tensors, the first pass {len(self._seeds)}"
+                raise mismatch(self.name, what, self._cause("randomness"))
+
+    def _replayed(self) -> AbstractContextManager[list[int]]:
+        return replay.replayed(self._seeds) if self._how.preserve_rng else nullcontext([])
+
+    def views(self) -> list[Any]:
+        """Return views of what the first pass read, for a second pass to read."""
+        return [
+            read.value.detach().start_grad() if read.trained else read.value.detach().stop_grad()
+            for read in self.reads
+        ]
+
+    def second_pass(self, inputs: Sequence[Any], views: Sequence[Any]) -> list[Any]:
+        """Run the function again, with a graph; returns its tensors.
+
+        Args:
+            inputs: of the same values as in the first pass.
+            views: what `views` has returned; it is read in place of what was read then.
+
+        Raises:
+            RecomputeMismatchError: the pass does not do what the first one did.
+        """
+        handles = [handle for read in self.reads for handle in read.handles]
+        seen = [
+            _handle(view)
+            for read, view in zip(self.reads, views, strict=True)
+            for _ in read.handles
+        ]
+        known = {id(handle) for handle in handles}
+        outputs: list[Any] = []
+        with self._as_it_was(handles, seen):
+            take_apart(self._call(inputs), jt.Var, outputs)
+            # A handle that is an output gets its own tensor back at the end of this block.
+            outputs = [_handle(v) if id(v) in known else v for v in outputs]
+        self._compare(outputs)
+        return outputs
+
+    def release(self) -> None:
+        """Let go of all tensors."""
+        self._template, self._buffers, self._samples, self.reads = None, [], [], []
+
+    def _compare(self, outputs: Sequence[Any]) -> None:
+        error = self._difference([_facts(output) for output in outputs])
+        if error is not None:
+            raise error
+        for index, (first, output) in enumerate(zip(self._samples, outputs, strict=False)):
+            if differs(first, _sample(output)):
+                what = f"output {index} ({_shown(self._facts[index])}) has other values"
+                raise mismatch(
+                    self.name, what, self._cause("randomness" if self._drew else "cache")
+                )
+
+    @property
+    def _drew(self) -> bool:
+        return bool(self._seeds) or (self._streams is not None and self._streams.drawn)
+
+    def _difference(self, facts: Sequence[Facts]) -> RecomputeMismatchError | None:
+        if len(facts) != len(self._facts):
+            what = f"it returns {len(facts)} tensors, the first pass {len(self._facts)}"
+            return mismatch(self.name, what, self._cause("cache"))
+        for index, (first, second) in enumerate(zip(self._facts, facts, strict=True)):
+            if first != second:
+                what = f"output {index} was {_shown(first)} and is {_shown(second)}"
+                cause = "autocast" if first[0] == second[0] else "cache"
+                return mismatch(self.name, what, self._cause(cause))
+        return None
+
+    def _cause(self, otherwise: str) -> str:
+        if otherwise == "autocast":
+            return otherwise
+        if not self._how.preserve_rng:
+            return "randomness"
+        if any(getattr(module, "is_train", was) != was for module, was in self._training):
+            return "mode"
+        return otherwise
+
+
+def _handle(var: Any) -> Any:
+    """Return another handle of the same tensor."""
+    return jt.wrap_var_addr(var.var_ptr)
+
+
+def _facts(var: Any) -> Facts:
+    return tuple(var.shape), str(var.dtype)
+
+
+def _shown(facts: Facts) -> str:
+    return f"{facts[0]} {facts[1]}"
+
+
+def _sample(var: Any) -> Any:
+    """Return some of the values as a NumPy array; this waits for them."""
+    with jt.flag_scope(no_grad=1):
+        flat = var.detach().reshape((-1,))
+        return flat[:: sample_step(flat.shape[0])].float32().numpy()

@@ -1,0 +1,296 @@
+"""One checkpointed call: what torch.utils.checkpoint (2.13) leaves open, closed around it.
+
+PyTorch replays its own random numbers and autocast, and compares how many tensors are saved, their
+shapes and dtypes. Around it, for the second pass:
+
+* running statistics are not updated again (pytorch#96136), and other buffers that the function
+  writes start from what they were;
+* training flags and the operations kept in float32 are those of the first pass;
+* Python's, NumPy's and held generators draw again what they drew;
+* a parameter that has been changed in place and is read raises, as it does without checkpointing,
+  where autograd saved it;
+* a region that ends in RReLU runs to its end: it saves its noise before it draws it, and an early
+  stop would hand the noise out empty (pytorch#193671);
+* what differs is named: PyTorch's hooks are taken off the stack by
+  `torch._C._autograd._top_saved_tensors_default_hooks` and put back inside ours.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.batchnorm import _NormBase
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointError, _StopRecomputationError
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from xmem.containers import fill, leaves, take_apart
+from xmem.errors import CompositionError, RecomputeMismatchError
+from xmem.mismatch import as_they_were, differs, function_name, mismatch, sample_step
+from xmem.randomness import Streams
+from xmem.records import Recompute
+from xmem_torch import precision
+from xmem_torch.buffers import Buffers, statistics_untouched
+from xmem_torch.reach import reach, stream_kinds
+
+
+@contextmanager
+def aside(function: Callable[..., Any]) -> Iterator[None]:
+    """Let a block call a function without a trace: statistics, buffers and streams stay."""
+    modules, held, _ = reach(function)
+    streams = Streams(held, stream_kinds())
+    buffers = Buffers(modules)
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    try:
+        with torch.random.fork_rng(devices), statistics_untouched(modules):
+            yield
+    finally:
+        streams.rewind()
+        buffers.put_back()
+
+
+class Region:
+    """One call of a checkpointed function.
+
+    Attributes:
+        modules: those that the function can reach, with all that are inside them.
+    """
+
+    def __init__(self, function: Callable[..., Any], how: Recompute) -> None:
+        self._function = function
+        self._how = how
+        self.modules, self._held, self._tensors = reach(function)
+        self._flags = [(module, module.training) for module in self.modules]
+        self._precision = precision.capture()
+        self._first: list[tuple[Any, ...]] = []
+        self._second: list[tuple[Any, ...]] = []
+
+    @property
+    def _name(self) -> str:
+        return self._how.name or function_name(self._function)
+
+    def first_pass(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run the function; its tensors are handed to PyTorch one by one, which watches them."""
+        tensors: list[torch.Tensor] = []
+        template = take_apart((tuple(args), dict(kwargs)), torch.Tensor, tensors)
+        # PyTorch keeps the inputs; a strong reference here would keep what it may give up.
+        self._inputs = [(weakref.ref(t), t._version) for t in tensors]
+        self._buffers = Buffers(self.modules)
+        self._streams = Streams(self._held, stream_kinds()) if self._how.preserve_rng else None
+
+        def call(*given: torch.Tensor) -> Any:
+            filled, named = fill(template, given)
+            return self._function(*filled, **named)
+
+        output = torch_checkpoint(
+            call,
+            *tensors,
+            use_reentrant=False,
+            preserve_rng_state=self._how.preserve_rng,
+            determinism_check="none",  # made below, where it can say what differs
+            context_fn=lambda: (self._watching(), _Again(self._second_pass)),
+        )
+        if self._streams is not None:
+            self._streams.first_pass_ended()
+        self._buffers.first_pass_ended()
+        changed = self._changed_inputs()
+        if changed:
+            raise CompositionError(
+                f"{self._name} changes {changed} in place, so it cannot be computed again from it."
+                " Use the operation that is not in place, or clone the input first."
+            )
+        self._runs_to_end = _ends_in_rrelu(output)
+        self._read = [(tensor, tensor._version) for tensor in self._around()]
+        return output
+
+    def _around(self) -> Iterator[torch.Tensor]:
+        """Yield the tensors that the function may read beside its inputs, and does not write."""
+        yield from self._tensors
+        for module in self.modules:
+            yield from (p for p in module._parameters.values() if p is not None)
+            if module._buffers and not (module.training and isinstance(module, _NormBase)):
+                for name, buffer in module._buffers.items():
+                    if buffer is not None and not self._buffers.wrote(module, name):
+                        yield buffer
+
+    def _changed_inputs(self) -> str:
+        for index, (reference, version) in enumerate(self._inputs):
+            tensor = reference()
+            if tensor is not None and tensor._version != version:
+                return f"its input tensor {index} (shape {tuple(tensor.shape)})"
+        return ""
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        """Note what the first pass saves, and say by name what PyTorch finds to differ."""
+        pack, unpack = _top_hooks()
+        note = self._noted if self._how.check_values else _facts
+
+        def save(tensor: torch.Tensor) -> Any:
+            self._first.append(note(tensor))
+            return pack(tensor), len(self._first) - 1
+
+        def recall(saved: tuple[Any, int]) -> torch.Tensor:
+            packed, index = saved
+            changed = "" if self._second else self._changed_inputs()
+            if changed:
+                raise mismatch(self._name, f"{changed} has been changed in place", "in_place")
+            try:
+                tensor: torch.Tensor = unpack(packed)
+            except CheckpointError as error:
+                raise self._difference_in_number() from error
+            if self._how.check_values:
+                self._compare(index, tensor)
+            return tensor
+
+        with saved_tensors_hooks(save, recall):
+            yield
+
+    @contextmanager
+    def _second_pass(self) -> Iterator[None]:
+        pack, unpack = _top_hooks()
+        self._second = []
+
+        def save(tensor: torch.Tensor) -> Any:
+            index = len(self._second)
+            self._second.append(_facts(tensor))
+            if index < len(self._first) and self._first[index][:2] != self._second[index]:
+                raise self._difference(index)
+            try:
+                return pack(tensor)
+            except _StopRecomputationError:
+                if self._runs_to_end:
+                    return tensor
+                raise
+
+        changed = {id(t): t for t, version in self._read if t._version != version}
+        with ExitStack() as stack:
+            stack.enter_context(as_they_were(self._flags, "training"))
+            stack.enter_context(statistics_untouched(self.modules))
+            stack.enter_context(self._buffers.as_they_were())
+            if self._streams is not None:
+                stack.enter_context(self._streams.replayed())
+            stack.enter_context(self._precision())
+            if changed:
+                stack.enter_context(_Guarded(changed, self._changed_parameter))
+            stack.enter_context(saved_tensors_hooks(save, unpack))
+            yield
+
+    def _changed_parameter(self, tensor: torch.Tensor) -> RecomputeMismatchError:
+        what = f"a tensor of shape {tuple(tensor.shape)}"
+        for module in self.modules:
+            for name, held in (*module._parameters.items(), *module._buffers.items()):
+                if held is tensor:
+                    what = f"{name!r} of {type(module).__name__}"
+        return mismatch(self._name, f"it reads {what}, changed in place since", "in_place")
+
+    def _difference(self, index: int) -> RecomputeMismatchError:
+        """Say how the second pass differs in what it saves, at a place or in number."""
+        first, second = self._first[index][:2], self._second[index]
+        what = f"saved tensor {index} was {_shown(*first)} and is {_shown(*second)}"
+        likely = "cache" if first[1] == second[1] else "autocast"
+        return mismatch(self._name, what, self._cause(likely))
+
+    def _difference_in_number(self) -> RecomputeMismatchError:
+        what = (
+            f"it saves {len(self._second)} tensors for backward, the first pass {len(self._first)}"
+        )
+        return mismatch(self._name, what, self._cause("cache"))
+
+    def _cause(self, otherwise: str) -> str:
+        if otherwise == "autocast":
+            return otherwise
+        if not self._how.preserve_rng:
+            return "randomness"
+        if any(module.training != was for module, was in self._flags):
+            return "mode"
+        return otherwise
+
+    def _noted(self, tensor: torch.Tensor) -> tuple[Any, ...]:
+        # Running statistics are saved too, and move on; training does not read them.
+        buffers = (b for m in self.modules for b in m._buffers.values() if b is not None)
+        moving = any(tensor.data_ptr() == buffer.data_ptr() for buffer in buffers)
+        return (*_facts(tensor), None if moving else _sample(tensor))
+
+    def _compare(self, index: int, tensor: torch.Tensor) -> None:
+        shape, dtype, sample = self._first[index]
+        if sample is not None and differs(sample, _sample(tensor)):
+            what = f"saved tensor {index} ({_shown(shape, dtype)}) has other values"
+            raise mismatch(self._name, what, self._cause("randomness"))
+
+
+class _Again:
+    """A context that can be entered anew: a graph that is kept may be recomputed again."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        self._make = make
+        self._entered: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        self._entered.append(self._make())
+        self._entered[-1].__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._entered.pop().__exit__(*error)
+
+
+class _Guarded(TorchFunctionMode):
+    """Raises where a function of PyTorch reads one of the tensors."""
+
+    def __init__(
+        self, tensors: Mapping[int, Any], error: Callable[[Any], RecomputeMismatchError]
+    ) -> None:
+        super().__init__()
+        self._tensors = tensors
+        self._error = error
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        for tensor in leaves((args, kwargs or {}), torch.Tensor):
+            if id(tensor) in self._tensors:
+                raise self._error(tensor)
+        return function(*args, **(kwargs or {}))
+
+
+def _top_hooks() -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+    found: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return found
+
+
+def _ends_in_rrelu(output: Any) -> bool:
+    """Say whether one of the last operations, before any that must save something, is RReLU."""
+    nodes = [t.grad_fn for t in leaves(output, torch.Tensor) if t.grad_fn is not None]
+    for _ in range(_LAST_OPERATIONS):
+        if not nodes:
+            return False
+        node = nodes.pop(0)
+        if "Rrelu" in node.name():
+            return True
+        nodes += [following for following, _ in node.next_functions if following is not None]
+    return False
+
+
+_LAST_OPERATIONS = 8
+
+
+def _facts(tensor: torch.Tensor) -> tuple[Any, Any]:
+    return tensor.shape, tensor.dtype
+
+
+def _shown(shape: Any, dtype: Any) -> str:
+    return f"{tuple(shape)} {str(dtype).removeprefix('torch.')}"
+
+
+def _sample(tensor: torch.Tensor) -> Any:
+    """Return some of the values as a NumPy array."""
+    with torch.no_grad():
+        flat = tensor.detach().reshape(-1)
+        if flat.is_complex():
+            flat = torch.view_as_real(flat).reshape(-1)
+        return flat[:: sample_step(flat.numel())].double().cpu().numpy()

@@ -1,0 +1,128 @@
+"""What backends and xmem tell each other: small frozen records.
+
+The Protocols in `xmem.protocols` say who makes them and who reads them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Category = Literal[
+    "parameter", "buffer", "gradient", "optimizer", "input", "activation", "temporary", "other"
+]
+CATEGORIES: tuple[Category, ...] = (
+    "temporary",
+    "parameter",
+    "buffer",
+    "gradient",
+    "optimizer",
+    "input",
+    "activation",
+    "other",
+)
+"""All categories, in the order of their native codes (`temporary` is 0: what nobody claimed).
+
+`activation`: allocated during forward and alive when backward begins. `temporary`: all else that
+the block allocated, recomputed activations and scratch inside kernels included. `other`: alive at
+entry and owned by nothing that was passed to `xmem.measure`.
+"""
+
+
+@dataclass(frozen=True)
+class Framework:
+    """How to recognise a framework without importing it.
+
+    Attributes:
+        module: the import name, e.g. "torch".
+        distribution: the name on the package index, for its version.
+        install_hint: the command that installs it.
+        companions: distributions that it is slow or incomplete without on this system.
+        first_run_note: what a person should know before it runs for the first time.
+    """
+
+    module: str
+    distribution: str
+    install_hint: str
+    companions: tuple[str, ...] = ()
+    first_run_note: str = ""
+
+
+@dataclass(frozen=True)
+class Session:
+    """A framework that has been imported and made ready.
+
+    Attributes:
+        framework_version: the framework's own version.
+        device: the device in use, "cpu" or "cuda".
+    """
+
+    framework_version: str
+    device: str
+
+
+@dataclass(frozen=True)
+class Counters:
+    """The allocator's counters at one instant, in bytes; what it cannot tell is None.
+
+    Attributes:
+        allocated_bytes: requested by live tensors now.
+        peak_allocated_bytes: the highest `allocated_bytes` since `reset_peak`, scratch included;
+            None where the source knows it inside `xmem.measure` only.
+        reserved_bytes: held by the framework's pool from the system or driver.
+        peak_reserved_bytes: the highest `reserved_bytes` since `reset_peak`.
+        allocation_count: allocations since the meter was installed.
+        out_of_memory_count: requests refused since the meter was installed.
+    """
+
+    allocated_bytes: int
+    peak_allocated_bytes: int | None
+    reserved_bytes: int | None
+    peak_reserved_bytes: int | None
+    allocation_count: int | None
+    out_of_memory_count: int | None
+
+
+@dataclass(frozen=True)
+class Tagged:
+    """What `Measure.tag` found.
+
+    Attributes:
+        tensors: how many distinct allocations now carry the category.
+        size_bytes: their bytes.
+        untracked_bytes: bytes of tensors that the meter did not allocate (made before
+            `xmem.use`, shared memory, memory maps, NumPy's).
+    """
+
+    tensors: int
+    size_bytes: int
+    untracked_bytes: int
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """How a function is recomputed.
+
+    Attributes:
+        name: what errors call it, e.g. the path of a module; "" for the function's own name.
+        preserve_rng: the second pass draws the same random numbers as the first.
+        check_values: compare samples of the values of both passes; a debugging aid that waits
+            for them.
+    """
+
+    name: str = ""
+    preserve_rng: bool = True
+    check_values: bool = False
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What keeping the inside of a module costs.
+
+    Attributes:
+        saved_bytes: what its forward leaves for backward, beyond its inputs and outputs.
+        forward_seconds: the time of one forward pass.
+    """
+
+    saved_bytes: int
+    forward_seconds: float
