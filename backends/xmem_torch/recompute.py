@@ -87,14 +87,15 @@ class Region:
             filled, named = fill(template, given)
             return self._function(*filled, **named)
 
-        output = torch_checkpoint(
-            call,
-            *tensors,
-            use_reentrant=False,
-            preserve_rng_state=self._how.preserve_rng,
-            determinism_check="none",  # made below, where it can say what differs
-            context_fn=lambda: (self._watching(), _Again(self._second_pass)),
-        )
+        with _weight_casts_not_kept():
+            output = torch_checkpoint(
+                call,
+                *tensors,
+                use_reentrant=False,
+                preserve_rng_state=self._how.preserve_rng,
+                determinism_check="none",  # made below, where it can say what differs
+                context_fn=lambda: (self._watching(), _Again(self._second_pass)),
+            )
         if self._streams is not None:
             self._streams.first_pass_ended()
         self._buffers.first_pass_ended()
@@ -222,6 +223,17 @@ class Region:
         if sample is not None and differs(sample, _sample(tensor)):
             what = f"saved tensor {index} ({_shown(shape, dtype)}) has other values"
             raise mismatch(self._name, what, self._cause("randomness"))
+
+
+@contextmanager
+def _weight_casts_not_kept() -> Iterator[None]:
+    """Switch autocast's cache off in both passes: it would hold half weights through the region."""
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
 
 
 class _Again:

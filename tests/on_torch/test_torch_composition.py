@@ -82,6 +82,24 @@ def test_with_autocast(backend, layout, keep_fp32):
     train(twins(layout), step)
 
 
+def test_pytorchs_own_autocast_keeps_no_half_weights_through_regions(backend):
+    """Its cache of weight casts is switched off inside, and is as it was afterwards."""
+    model, x = nn.Sequential(*[nn.Linear(256, 256) for _ in range(6)]), torch.randn(16, 256)
+    xmem.apply_checkpointing(model, "every", blocks=list(model))
+    peaks = []
+    for autocast in (partial(torch.autocast, "cpu"), xmem.autocast):
+        for _ in range(2):
+            with xmem.measure(model=model, inputs=x) as m:
+                with autocast(dtype="bfloat16" if autocast is xmem.autocast else torch.bfloat16):
+                    before = torch.is_autocast_cache_enabled()
+                    loss = model(x).float().square().mean()
+                    assert torch.is_autocast_cache_enabled() == before
+                loss.backward()
+                del loss
+        peaks.append(m.peak_above_static_bytes)
+    assert peaks[0] == peaks[1], peaks
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_with_accumulation_and_gradient_clipping(backend, layout):
     def step(model, optimizer):

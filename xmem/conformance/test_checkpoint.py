@@ -175,7 +175,7 @@ def _changed(backend: Backend, run: SmallRun, change: Change) -> None:
 
 
 def _noisy(forward: Callable[..., Any], x: Any, call: int) -> Any:
-    return forward(x) * (0.5 + random.random()) * (0.5 + np.random.rand())
+    return forward(x * (0.5 + random.random()) * (0.5 + np.random.rand()))
 
 
 def _fewer(forward: Callable[..., Any], x: Any, call: int) -> Any:
