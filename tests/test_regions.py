@@ -56,11 +56,15 @@ class Ran:
         return function(*args, **kwargs)
 
 
+def no_versions(tree):
+    return ()
+
+
 def chain(run, *names, start=1.0):
     """Call blocks that double their input, deferred, one after the other."""
     found, x = [], start
     for name in names:
-        x = extended(run, "float32", lambda x: 2 * x, name, (x,), {})
+        x = extended(run, "float32", lambda x: 2 * x, name, ((x,), {}), no_versions)
         found.append(x)
     return found
 
@@ -98,7 +102,7 @@ def test_calls_under_another_precision_are_another_region():
     run = Ran()
     [first] = chain(run, "a")
     with pytest.warns(xmem.XmemWarning, match="cut short"):
-        second = extended(run, "half", lambda x: 2 * x, "b", (first,), {})
+        second = extended(run, "half", lambda x: 2 * x, "b", ((first,), {}), no_versions)
     assert run.lengths == [1]
     assert value_of(second) == 4.0
 
@@ -110,19 +114,24 @@ def test_two_readers_of_one_block_do_not_run_it_twice():
         calls.append(x)
         return 2 * x
 
-    root = extended(run, "", block, "a", (1.0,), {})
-    left = extended(run, "", lambda x: x + 1, "b", (root,), {})
+    root = extended(run, "", block, "a", ((1.0,), {}), no_versions)
+    left = extended(run, "", lambda x: x + 1, "b", ((root,), {}), no_versions)
     with pytest.warns(xmem.XmemWarning):
-        right = extended(run, "", lambda x: x + 2, "c", (root,), {})
+        right = extended(run, "", lambda x: x + 2, "c", ((root,), {}), no_versions)
     assert (value_of(left), value_of(right)) == (3.0, 4.0)
     assert calls == [1.0]
 
 
 def test_parts_and_containers_of_deferred_values():
     run = Ran()
-    made = extended(run, "", lambda x: {"y": [x, x + 1]}, "a", (1.0,), {})
+    made = extended(run, "", lambda x: {"y": [x, x + 1]}, "a", ((1.0,), {}), no_versions)
     later = extended(
-        run, "", lambda pair, *, k: pair.left + k, "b", (Pair(made["y"][1], 0),), {"k": 3}
+        run,
+        "",
+        lambda pair, *, k: pair.left + k,
+        "b",
+        ((Pair(made["y"][1], 0),), {"k": 3}),
+        no_versions,
     )
     assert run.lengths == []
     assert settled([later, ({"z": later},)]) == [5.0, ({"z": 5.0},)]
@@ -137,7 +146,7 @@ def test_an_error_in_a_segment_leaves_it_to_be_run_again():
             raise OSError("mine")
         return x
 
-    waiting = extended(run, "", block, "a", (1.0,), {})
+    waiting = extended(run, "", block, "a", ((1.0,), {}), no_versions)
     with pytest.raises(OSError, match="mine"):
         value_of(waiting)
     broken.clear()
@@ -152,7 +161,7 @@ def test_a_deferred_holds_what_enters_it_only_until_it_has_run():
 
     given_ = Input()
     reference = weakref.ref(given_)
-    waiting = extended(Ran(), "", lambda x: 3, "a", (given_,), {})
+    waiting = extended(Ran(), "", lambda x: 3, "a", ((given_,), {}), no_versions)
     del given_
     assert reference() is not None
     value_of(waiting)

@@ -52,6 +52,40 @@ def fill(template: Any, leaves: Sequence[Any]) -> Any:
     return rebuilt(template, lambda part: fill(part, leaves))
 
 
+def snapshot(tree: Any) -> Any:
+    """Return copies of nested lists, tuples and dicts, with the same leaves.
+
+    Whoever changes one of the containers later (appends to a list) does not change the snapshot.
+    """
+    if type(tree) in (list, tuple):
+        return type(tree)(snapshot(part) for part in tree)
+    if type(tree) is dict:
+        return {key: snapshot(part) for key, part in tree.items()}
+    return tree
+
+
+def as_in(tree: Any, snapshot: Any) -> Any:
+    """Return the containers themselves where they are as in a snapshot, else the snapshot's."""
+    if unchanged(tree, snapshot):
+        return tree
+    alike = type(tree) is type(snapshot) and type(tree) in (list, tuple, dict)
+    if not alike or len(tree) != len(snapshot):
+        return snapshot
+    if type(tree) is dict:
+        return {key: as_in(tree.get(key), part) for key, part in snapshot.items()}
+    return type(tree)(map(as_in, tree, snapshot))
+
+
+def unchanged(tree: Any, snapshot: Any) -> bool:
+    """Say whether nested containers hold the very leaves that a snapshot of them holds."""
+    if type(tree) is not type(snapshot) or type(tree) not in (list, tuple, dict):
+        return tree is snapshot
+    if type(tree) is dict:
+        same_keys = list(tree) == list(snapshot)
+        return same_keys and all(unchanged(tree[key], snapshot[key]) for key in tree)
+    return len(tree) == len(snapshot) and all(map(unchanged, tree, snapshot))
+
+
 def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
     """Return a list, tuple or dict with each part changed; the value itself if none changes."""
     if not isinstance(value, (list, tuple, dict)):

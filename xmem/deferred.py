@@ -12,18 +12,22 @@ them, as without checkpointing.
 
 from __future__ import annotations
 
+import functools
 import operator
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from xmem.containers import rebuilt
-from xmem.errors import XmemWarning
+from xmem.containers import as_in, rebuilt, snapshot
+from xmem.errors import CompositionError, XmemWarning
 
 Run = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any], str], Any]
 """Calls a function as a region: (function, args, kwargs, name)."""
+
+Versions = Callable[[Any], Hashable]
+"""Returns what changes when a tensor in nested containers is changed in place."""
 
 
 @dataclass(frozen=True)
@@ -44,14 +48,31 @@ class Link:
     Attributes:
         forward: the block's own forward.
         name: its path.
-        args: with `Before` where the output of the link before comes in.
-        kwargs: the same.
+        inputs: its args and kwargs, with `Before` where the output of the link before comes in.
+        called: the same with containers as they were when it was called.
+        versions: of the tensors in them.
     """
 
     forward: Callable[..., Any]
     name: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    inputs: tuple[tuple[Any, ...], dict[str, Any]]
+    called: tuple[tuple[Any, ...], dict[str, Any]]
+    versions: Hashable
+
+    def arguments(self, versions: Versions) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return what the block was called with; its own containers, which it may fill.
+
+        Raises:
+            CompositionError: a tensor in it has been changed in place since.
+        """
+        if versions(self.called) != self.versions:
+            raise _changed(f"an input of block {self.name!r}")
+        found: tuple[tuple[Any, ...], dict[str, Any]] = as_in(self.inputs, self.called)
+        return found
+
+    def after(self, inputs: tuple[tuple[Any, ...], dict[str, Any]], versions: Versions) -> Link:
+        """Return the link with its arguments as they are when others before it have run."""
+        return replace(self, inputs=inputs, called=snapshot(inputs), versions=versions(inputs))
 
 
 @dataclass
@@ -60,18 +81,22 @@ class Chain:
 
     Attributes:
         run: calls a function as a region.
+        versions: tells whether a tensor has been changed in place.
         ambient: what the calls run under; all the same.
         links: the calls that have not run, in order.
         done: how many have run before them.
         last: the output of the last one that has run, while links wait for it.
+        last_versions: of the tensors in it, when it was made.
         waiting: the Deferreds of this chain that still exist.
     """
 
     run: Run
+    versions: Versions
     ambient: Hashable
     links: list[Link] = field(default_factory=list)
     done: int = 0
     last: Any = None
+    last_versions: Hashable = None
     waiting: weakref.WeakSet[Deferred] = field(default_factory=weakref.WeakSet)
 
     def advance(self, position: int) -> None:
@@ -82,20 +107,29 @@ class Chain:
             if self.done < deferred._xmem_position <= position:
                 readers.setdefault(deferred._xmem_position - self.done - 1, []).append(deferred)
         first = links[0]
-        args, kwargs = _bind(first.args, self.last), _bind(first.kwargs, self.last)
+        if self.last is not None and self.versions(self.last) != self.last_versions:
+            raise _changed(f"an input of block {first.name!r}")
+        (args, kwargs), *others = [link.arguments(self.versions) for link in links]
+        waiting = [link.arguments(self.versions) for link in rest]
+        args, kwargs = _bind(args, self.last), _bind(kwargs, self.last)
         if len(links) == 1:
             outputs = {0: self.run(first.forward, args, kwargs, first.name)}
         else:
             kept = tuple(sorted({*readers, len(links) - 1}))
             forwards = Forwards(tuple(link.forward for link in links), kept)
-            calls = [(args, kwargs), *((link.args, link.kwargs) for link in links[1:])]
-            found = self.run(forwards, calls, {}, f"{first.name} to {links[-1].name}")
+            found = self.run(
+                forwards, [(args, kwargs), *others], {}, f"{first.name} to {links[-1].name}"
+            )
             outputs = dict(zip(kept, found, strict=True))
         for index, deferreds in readers.items():
             for deferred in deferreds:
                 deferred._xmem_settle(outputs[index])
-        self.links, self.done = rest, position
+        self.links = [
+            link.after(inputs, self.versions) for link, inputs in zip(rest, waiting, strict=True)
+        ]
+        self.done = position
         self.last = outputs[len(links) - 1] if rest else None
+        self.last_versions = self.versions(self.last) if rest else None
 
 
 @dataclass(frozen=True)
@@ -121,6 +155,14 @@ class Forwards:
         return outputs
 
 
+def _changed(what: str) -> CompositionError:
+    return CompositionError(
+        f"{what} has been changed in place before its segment ran, which is when the last block of"
+        " the segment is called. Use the operation that is not in place, clone first, or use the"
+        " layout 'every'."
+    )
+
+
 def _bind(tree: Any, output: Any) -> Any:
     """Put the output of the link before where `Before` stands for it."""
     return _replaced(tree, Before, lambda place: _follow(output, place.path))
@@ -143,7 +185,8 @@ class Deferred:
     """Stands for the output of a block whose segment has not run.
 
     Reading anything of it makes the block run; it may then be used like its value, also as an
-    argument of PyTorch's functions.
+    argument of PyTorch's functions. It must not pretend to be of its value's class: PyTorch's C++
+    asks isinstance, and would read it as the tensor that it is not.
     """
 
     __slots__ = (
@@ -224,7 +267,9 @@ def _add_operators() -> None:
 
         setattr(Deferred, f"__{name}__", forwards)
         if name not in _COMPARING:
+            in_place = getattr(operator, f"i{name}")
             setattr(Deferred, f"__r{name}__", backwards)
+            setattr(Deferred, f"__i{name}__", functools.partialmethod(forwards, base=in_place))
     for name in _UNARY:
         base = getattr(operator, name)
 
@@ -280,12 +325,12 @@ def extended(
     ambient: Hashable,
     forward: Callable[..., Any],
     name: str,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    inputs: tuple[tuple[Any, ...], dict[str, Any]],
+    versions: Versions,
 ) -> Deferred:
     """Add the call of a block to the segment that its arguments come from, or begin one."""
     chain: Chain | None = None
-    for deferred in deferreds_in((args, kwargs)):
+    for deferred in deferreds_in(inputs):
         behind = deferred._xmem_chain
         if behind is None:
             continue
@@ -295,13 +340,14 @@ def extended(
         else:
             value_of(deferred, "its value")
     if chain is None:
-        chain = Chain(run, ambient)
+        chain = Chain(run, versions, ambient)
 
     def bind(deferred: Deferred) -> Any:
         if deferred._xmem_chain is chain:
             return Before(deferred._xmem_path)
         return value_of(deferred)
 
-    link = Link(forward, name, _replaced(args, Deferred, bind), _replaced(kwargs, Deferred, bind))
-    chain.links.append(link)
+    inputs = _replaced(inputs, Deferred, bind)
+    called = snapshot(inputs)
+    chain.links.append(Link(forward, name, inputs, called, versions(called)))
     return Deferred(chain, chain.done + len(chain.links))

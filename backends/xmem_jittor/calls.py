@@ -23,12 +23,12 @@ from typing import Any
 import jittor as jt
 
 from xmem.behind import behind
-from xmem.containers import fill, take_apart
+from xmem.containers import fill, snapshot, take_apart, unchanged
 from xmem.errors import CompositionError, RecomputeMismatchError
 from xmem.mismatch import as_they_were, differs, function_name, mismatch, sample_step
 from xmem.randomness import Streams, stream_kinds
 from xmem.records import Recompute
-from xmem_jittor import precision, replay
+from xmem_jittor import notices, precision, replay
 from xmem_jittor.graph import draws, handles_of, newest_node, read_by, swapped
 
 Facts = tuple[tuple[int, ...], str]
@@ -116,8 +116,12 @@ class Call:
         self.reads: list[Read] = []
 
     def _call(self, inputs: Sequence[Any]) -> Any:
-        args, kwargs = fill(self._template, inputs)
-        return self._function(*args, **kwargs)
+        args, kwargs = fill(snapshot(self._template), inputs)
+        given = snapshot(args), snapshot(kwargs)
+        result = self._function(*args, **kwargs)
+        if not (unchanged(args, given[0]) and unchanged(kwargs, given[1])):
+            notices.refuse_filled_containers(self.name)
+        return result
 
     def first_pass(self, inputs: Sequence[Any]) -> tuple[Any, list[Any]]:
         """Run the function without a graph; returns its result's template and tensors."""
@@ -125,8 +129,11 @@ class Call:
         recording: AbstractContextManager[list[int]] = nullcontext([])
         if self._how.preserve_rng:
             recording = replay.recorded()
+        attributes = self._attributes()
         with jt.flag_scope(no_grad=1), recording as self._seeds:
             result = self._call(inputs)
+        for module, name in self._attributes() - attributes:
+            notices.warn_kept_aside(self.name, f"{module.__name__}.{name}")
         if self._streams is not None:
             self._streams.first_pass_ended()
         self._buffers = [
@@ -139,6 +146,15 @@ class Call:
         if self._how.check_values:
             self._samples = [_sample(output) for output in outputs]
         return template, outputs
+
+    def _attributes(self) -> set[tuple[type, str]]:
+        """Return the attributes of the modules that are floating-point tensors."""
+        return {
+            (type(module), name)
+            for module, _ in self._training
+            for name, value in module.__dict__.items()
+            if isinstance(value, jt.Var) and value.dtype.is_float()
+        }
 
     def _find_reads(self, outputs: list[Any], newest: int, inputs: Sequence[Any]) -> None:
         """Find what the function read beside its inputs."""

@@ -16,6 +16,7 @@ _EAGER = (
 )
 
 _eager_told = False
+_aside_told: set[str] = set()
 
 
 def refuse_twice(name: str) -> NoReturn:
@@ -33,6 +34,26 @@ def refuse_twice_differentiated() -> None:
         " once and keeps nothing for a second time; take checkpointing off what you differentiate"
         " twice (receipt.undo())."
     )
+
+
+def refuse_filled_containers(name: str) -> NoReturn:
+    """Say that what a region hands out must be returned."""
+    raise CompositionError(
+        f"{name!r} cannot be recomputed: it changes a list or a dict that it is given. On Jittor"
+        " whatever a checkpointed function hands out has to be returned by it."
+    )
+
+
+def warn_kept_aside(name: str, attribute: str) -> None:
+    """Say, once for each attribute, that it carries no gradient."""
+    if attribute not in _aside_told:
+        _aside_told.add(attribute)
+        warnings.warn(
+            f"the checkpointed {name!r} has put a tensor into {attribute}. On Jittor it carries no"
+            " gradient; if a loss is to be made of it, let the function return it.",
+            XmemWarning,
+            stacklevel=3,
+        )
 
 
 def warn_if_eager() -> None:

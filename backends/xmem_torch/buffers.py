@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,9 +13,12 @@ import torch
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-# The buffers that a module's forward has been seen to write, by module; normalisation layers are
-# left out, their statistics do not enter the output in training.
-_written: weakref.WeakKeyDictionary[Any, frozenset[str]] = weakref.WeakKeyDictionary()
+from xmem_torch.tensors import version
+
+# The buffers that a module's forward has been seen to write, by module and mode; normalisation
+# layers are left out, their statistics do not enter the output in training.
+_written: weakref.WeakKeyDictionary[Any, dict[bool, frozenset[str]]] = weakref.WeakKeyDictionary()
+_SMALL_BYTES = 4096  # are copied in any case
 
 
 @dataclass(frozen=True)
@@ -30,15 +34,15 @@ class _Entry:
     @property
     def written(self) -> bool:
         now = self.module._buffers.get(self.name)
-        return now is not self.buffer or self.buffer._version != self.version
+        return now is not self.buffer or version(self.buffer) != self.version
 
 
 class Buffers:
     """The buffers that a function writes, as they were before it.
 
-    Which ones it writes shows after the first call, which therefore copies all of them; later
-    calls copy only those. One that is first written in a later call is written once all the same,
-    but read in the second pass as the first pass left it.
+    Which ones it writes shows after the first call in each mode, which therefore copies all of
+    them; later calls copy only those, and small ones. A large one that is first written in a later
+    call is written once all the same, but read in the second pass as the first pass left it.
 
     Args:
         modules: those that the function can reach.
@@ -48,19 +52,21 @@ class Buffers:
         self._before: list[_Entry] = []
         for module in modules:
             if module._buffers and not isinstance(module, _NormBase):
-                names = _written.get(module)
+                names = _written.setdefault(module, {}).get(module.training)
                 for name, buffer in module._buffers.items():
                     if buffer is not None:
-                        wanted = names is None or name in names
+                        wanted = names is None or name in names or buffer.nbytes <= _SMALL_BYTES
                         copy = buffer.detach().clone() if wanted else None
-                        self._before.append(_Entry(module, name, buffer, buffer._version, copy))
-                _written.setdefault(module, frozenset())
+                        self._before.append(_Entry(module, name, buffer, version(buffer), copy))
+                _written[module].setdefault(module.training, frozenset())
 
     def first_pass_ended(self) -> None:
         """Let go of the buffers that were not written."""
         self._before = [entry for entry in self._before if entry.written]
         for entry in self._before:
-            _written[entry.module] |= {entry.name}
+            written = _written[entry.module]
+            mode = entry.module.training
+            written[mode] = written.get(mode, frozenset()) | {entry.name}
 
     def wrote(self, module: Any, name: str) -> bool:
         """Say whether the first pass wrote a buffer; for use after its end."""
@@ -87,18 +93,90 @@ class Buffers:
                 entry.module._buffers[entry.name] = entry.buffer
 
 
+class Places:
+    """The tensors that modules hold, whatever is put in their places afterwards.
+
+    `torch.func.functional_call` puts others there for one call, a hook such as spectral_norm's sets
+    an attribute before each call, a forward may keep its state in one.
+
+    Args:
+        modules: those that the function can reach.
+    """
+
+    def __init__(self, modules: Sequence[Any]) -> None:
+        self._held = [
+            (held, name, tensor)
+            for module in modules
+            for held in (module._parameters, module._buffers, module.__dict__)
+            for name, tensor in held.items()
+            if isinstance(tensor, torch.Tensor)
+        ]
+
+    def first_pass_ended(self) -> None:
+        """Let go of the graph behind what the forward itself has replaced."""
+        self._held = [
+            (held, name, tensor if held.get(name) is tensor else _without_graph(tensor))
+            for held, name, tensor in self._held
+        ]
+
+    @contextmanager
+    def as_they_were(self) -> Iterator[None]:
+        """Put the tensors back inside the block."""
+        others = [
+            (held, name, held[name], tensor)
+            for held, name, tensor in self._held
+            if name in held and held[name] is not tensor
+        ]
+        for held, name, _, tensor in others:
+            held[name] = tensor
+        try:
+            yield
+        finally:
+            for held, name, now, _ in others:
+                held[name] = now
+
+
+def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.is_leaf else tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+# Layers whose statistics are left alone now, with how many blocks ask for it and what to put back.
+_frozen: dict[Any, tuple[int, float | None, Any]] = {}
+_lock = threading.Lock()
+
+
+def _freeze(module: Any) -> None:
+    with _lock:
+        count, momentum, counter = _frozen.get(
+            module, (0, module.momentum, module.num_batches_tracked)
+        )
+        _frozen[module] = (count + 1, momentum, counter)
+        module.momentum, module.num_batches_tracked = 0.0, None
+
+
+def _thaw(module: Any) -> None:
+    with _lock:
+        count, momentum, counter = _frozen.pop(module)
+        if count > 1:
+            _frozen[module] = (count - 1, momentum, counter)
+        else:
+            module.momentum, module.num_batches_tracked = momentum, counter
+
+
 @contextmanager
 def statistics_untouched(modules: Sequence[Any]) -> Iterator[None]:
     """Let no normalisation layer that runs in the block update its running statistics.
 
     Momentum 0 keeps the averages, and a missing counter is not counted up; batch statistics are
     used all the same. Restored at the end of the block and not after each layer: recomputation
-    may end early, by an exception inside a layer.
+    may end early, by an exception inside a layer. PyTorch's hook is for all threads, so layers that
+    another one runs are passed over.
 
     Args:
         modules: those that are known to run; others are met on the way.
     """
-    changed: dict[Any, tuple[float | None, Any]] = {}
+    changed: dict[Any, None] = {}
+    thread = threading.get_ident()
 
     def freeze(module: Any, _: Any = None) -> None:
         if (
@@ -106,10 +184,10 @@ def statistics_untouched(modules: Sequence[Any]) -> Iterator[None]:
             and module.training
             and module.track_running_stats
             and module not in changed
+            and threading.get_ident() == thread
         ):
-            changed[module] = (module.momentum, module.num_batches_tracked)
-            module.momentum = 0.0
-            module.num_batches_tracked = None
+            changed[module] = None
+            _freeze(module)
 
     for module in modules:
         freeze(module)
@@ -118,6 +196,5 @@ def statistics_untouched(modules: Sequence[Any]) -> Iterator[None]:
         yield
     finally:
         handle.remove()
-        for module, (momentum, counter) in changed.items():
-            module.momentum = momentum
-            module.num_batches_tracked = counter
+        for module in changed:
+            _thaw(module)

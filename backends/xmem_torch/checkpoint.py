@@ -26,7 +26,8 @@ from xmem.mismatch import function_name
 from xmem.records import Cost, Recompute
 from xmem_torch import precision
 from xmem_torch.reach import reach
-from xmem_torch.recompute import Region, aside
+from xmem_torch.recompute import Region, aside, top_hooks
+from xmem_torch.tensors import versions
 
 _COMPILED = (
     "it is compiled, and torch.compile inside a region loses its recomputation. Compile the whole"
@@ -57,7 +58,7 @@ class Checkpoint:
                 preserve_rng_state=how.preserve_rng,
                 **kwargs,
             )
-        return _eager(function, args, kwargs, how)
+        return _eager(function, settled(args), settled(kwargs), how)
 
     def checkpoint_block(
         self,
@@ -74,12 +75,29 @@ class Checkpoint:
         if torch.compiler.is_compiling() or (ends and not deferreds_in((args, kwargs))):
             return self.checkpoint(function, args, kwargs, how)
 
+        _refuse_backward_hooks(function, how.name)
+
+        hooks = top_hooks()
+
         def run(
             function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], name: str
         ) -> Any:
+            if top_hooks() != hooks:
+                raise CompositionError(
+                    f"{name!r} waits for the rest of its segment, and its output is read first"
+                    " inside another region or other saved-tensor hooks, which would not see it"
+                    " again. Let the segment end at this block, or use the layout 'every'."
+                )
             return self.checkpoint(function, args, kwargs, replace(how, name=name))
 
-        call = extended(run, precision.in_force(), function, how.name, tuple(args), dict(kwargs))
+        call = extended(
+            run,
+            precision.in_force(),
+            function,
+            how.name,
+            (tuple(args), dict(kwargs)),
+            versions,
+        )
         return value_of(call) if ends else call
 
     def obstacle(self, module: Any) -> str | None:
@@ -169,6 +187,16 @@ def _eager(
             name = how.name or function_name(function)
             raise CompositionError(f"{name!r} cannot be recomputed: {_COMPILED}")
     return region.first_pass(args, kwargs)
+
+
+def _refuse_backward_hooks(function: Callable[..., Any], name: str) -> None:
+    """Refuse what PyTorch ties to tensors around a call that runs only later."""
+    module = getattr(function, "__self__", None)
+    if getattr(module, "_backward_hooks", None) or getattr(module, "_backward_pre_hooks", None):
+        raise CompositionError(
+            f"block {name!r} has backward hooks, which do not see a block inside a segment. Use the"
+            " layout 'every', or make it a segment of its own."
+        )
 
 
 def _is_compiled(module: Any) -> bool:

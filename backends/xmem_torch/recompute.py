@@ -5,6 +5,8 @@ shapes and dtypes. Around it, for the second pass:
 
 * running statistics are not updated again (pytorch#96136), and other buffers that the function
   writes start from what they were;
+* parameters, buffers and tensors in attributes that have been exchanged since (functional_call,
+  spectral_norm's weight) are those of the first pass;
 * training flags and the operations kept in float32 are those of the first pass;
 * Python's, NumPy's and held generators draw again what they drew;
 * a parameter that has been changed in place and is read raises, as it does without checkpointing,
@@ -29,14 +31,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointError, _StopRecomputationError
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from xmem.containers import fill, leaves, take_apart
+from xmem.containers import fill, leaves, snapshot, take_apart
+from xmem.deferred import settled
 from xmem.errors import CompositionError, RecomputeMismatchError
-from xmem.mismatch import as_they_were, differs, function_name, mismatch, sample_step
+from xmem.mismatch import as_they_were, differs, function_name, mismatch
 from xmem.randomness import Streams
 from xmem.records import Recompute
 from xmem_torch import precision
-from xmem_torch.buffers import Buffers, statistics_untouched
+from xmem_torch.buffers import Buffers, Places, statistics_untouched
 from xmem_torch.reach import reach, stream_kinds
+from xmem_torch.tensors import facts, sample, shown, version
 
 
 @contextmanager
@@ -77,15 +81,18 @@ class Region:
     def first_pass(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the function; its tensors are handed to PyTorch one by one, which watches them."""
         tensors: list[torch.Tensor] = []
-        template = take_apart((tuple(args), dict(kwargs)), torch.Tensor, tensors)
+        template = take_apart(snapshot((tuple(args), dict(kwargs))), torch.Tensor, tensors)
         # PyTorch keeps the inputs; a strong reference here would keep what it may give up.
-        self._inputs = [(weakref.ref(t), t._version) for t in tensors]
+        self._inputs = [(weakref.ref(t), version(t)) for t in tensors]
+        self._places = Places(self.modules)
         self._buffers = Buffers(self.modules)
         self._streams = Streams(self._held, stream_kinds()) if self._how.preserve_rng else None
 
+        first = [(args, kwargs)]  # the very containers, which the function may fill
+
         def call(*given: torch.Tensor) -> Any:
-            filled, named = fill(template, given)
-            return self._function(*filled, **named)
+            filled, named = first.pop() if first else fill(snapshot(template), given)
+            return settled(self._function(*filled, **named))  # all of it runs in here
 
         with _weight_casts_not_kept():
             output = torch_checkpoint(
@@ -99,6 +106,7 @@ class Region:
         if self._streams is not None:
             self._streams.first_pass_ended()
         self._buffers.first_pass_ended()
+        self._places.first_pass_ended()
         changed = self._changed_inputs()
         if changed:
             raise CompositionError(
@@ -106,7 +114,7 @@ class Region:
                 " Use the operation that is not in place, or clone the input first."
             )
         self._runs_to_end = _ends_in_rrelu(output)
-        self._read = [(tensor, tensor._version) for tensor in self._around()]
+        self._read = [(tensor, version(tensor)) for tensor in self._around()]
         return output
 
     def _around(self) -> Iterator[torch.Tensor]:
@@ -120,17 +128,17 @@ class Region:
                         yield buffer
 
     def _changed_inputs(self) -> str:
-        for index, (reference, version) in enumerate(self._inputs):
+        for index, (reference, was) in enumerate(self._inputs):
             tensor = reference()
-            if tensor is not None and tensor._version != version:
+            if tensor is not None and version(tensor) != was:
                 return f"its input tensor {index} (shape {tuple(tensor.shape)})"
         return ""
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
         """Note what the first pass saves, and say by name what PyTorch finds to differ."""
-        pack, unpack = _top_hooks()
-        note = self._noted if self._how.check_values else _facts
+        pack, unpack = top_hooks()
+        note = self._noted if self._how.check_values else facts
 
         def save(tensor: torch.Tensor) -> Any:
             self._first.append(note(tensor))
@@ -154,12 +162,12 @@ class Region:
 
     @contextmanager
     def _second_pass(self) -> Iterator[None]:
-        pack, unpack = _top_hooks()
+        pack, unpack = top_hooks()
         self._second = []
 
         def save(tensor: torch.Tensor) -> Any:
             index = len(self._second)
-            self._second.append(_facts(tensor))
+            self._second.append(facts(tensor))
             if index < len(self._first) and self._first[index][:2] != self._second[index]:
                 raise self._difference(index)
             try:
@@ -169,9 +177,10 @@ class Region:
                     return tensor
                 raise
 
-        changed = {id(t): t for t, version in self._read if t._version != version}
+        changed = {id(t): t for t, was in self._read if version(t) != was}
         with ExitStack() as stack:
             stack.enter_context(as_they_were(self._flags, "training"))
+            stack.enter_context(self._places.as_they_were())
             stack.enter_context(statistics_untouched(self.modules))
             stack.enter_context(self._buffers.as_they_were())
             if self._streams is not None:
@@ -193,7 +202,7 @@ class Region:
     def _difference(self, index: int) -> RecomputeMismatchError:
         """Say how the second pass differs in what it saves, at a place or in number."""
         first, second = self._first[index][:2], self._second[index]
-        what = f"saved tensor {index} was {_shown(*first)} and is {_shown(*second)}"
+        what = f"saved tensor {index} was {shown(*first)} and is {shown(*second)}"
         likely = "cache" if first[1] == second[1] else "autocast"
         return mismatch(self._name, what, self._cause(likely))
 
@@ -213,15 +222,17 @@ class Region:
         return otherwise
 
     def _noted(self, tensor: torch.Tensor) -> tuple[Any, ...]:
+        if tensor.layout != torch.strided:
+            return (*facts(tensor), None)
         # Running statistics are saved too, and move on; training does not read them.
         buffers = (b for m in self.modules for b in m._buffers.values() if b is not None)
         moving = any(tensor.data_ptr() == buffer.data_ptr() for buffer in buffers)
-        return (*_facts(tensor), None if moving else _sample(tensor))
+        return (*facts(tensor), None if moving else sample(tensor))
 
     def _compare(self, index: int, tensor: torch.Tensor) -> None:
-        shape, dtype, sample = self._first[index]
-        if sample is not None and differs(sample, _sample(tensor)):
-            what = f"saved tensor {index} ({_shown(shape, dtype)}) has other values"
+        shape, dtype, first = self._first[index]
+        if first is not None and differs(first, sample(tensor)):
+            what = f"saved tensor {index} ({shown(shape, dtype)}) has other values"
             raise mismatch(self._name, what, self._cause("randomness"))
 
 
@@ -270,7 +281,8 @@ class _Guarded(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def _top_hooks() -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+def top_hooks() -> Any:
+    """Return what packs and unpacks saved tensors now, or None."""
     found: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return found
 
@@ -289,20 +301,3 @@ def _ends_in_rrelu(output: Any) -> bool:
 
 
 _LAST_OPERATIONS = 8
-
-
-def _facts(tensor: torch.Tensor) -> tuple[Any, Any]:
-    return tensor.shape, tensor.dtype
-
-
-def _shown(shape: Any, dtype: Any) -> str:
-    return f"{tuple(shape)} {str(dtype).removeprefix('torch.')}"
-
-
-def _sample(tensor: torch.Tensor) -> Any:
-    """Return some of the values as a NumPy array."""
-    with torch.no_grad():
-        flat = tensor.detach().reshape(-1)
-        if flat.is_complex():
-            flat = torch.view_as_real(flat).reshape(-1)
-        return flat[:: sample_step(flat.numel())].double().cpu().numpy()

@@ -168,3 +168,40 @@ def test_gradients_may_be_used_and_updated_with(backend):
     assert np.allclose(found, 2 * x.numpy(), rtol=1e-6)
     x.update(x - 0.5 * g)
     assert not x.numpy().any()
+
+
+@pytest.mark.parametrize("with_tensor", [False, True])
+def test_a_list_that_a_region_fills_is_refused(backend, with_tensor):
+    """What it appended in the first pass would carry no gradient, or be lost with a copy."""
+    import jittor as jt
+
+    x, kept = jt.ones((2, 3)), [jt.ones(1)] if with_tensor else []
+
+    def function(x, kept):
+        kept.append(x.sum())
+        return x * 2
+
+    with pytest.raises(xmem.CompositionError, match="changes a list"):
+        xmem.checkpoint(function, x, kept)
+
+
+def test_a_tensor_that_a_region_keeps_in_an_attribute_is_warned_of_once(backend, recwarn):
+    import jittor as jt
+
+    class Aside(jt.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = jt.nn.Linear(3, 3)
+            self.norm = jt.nn.BatchNorm1d(3)
+
+        def execute(self, x):
+            hidden = self.norm(self.layer(x))
+            self.penalty = (hidden * hidden).mean()
+            return hidden
+
+    module = Aside()
+    for _ in range(3):
+        xmem.checkpoint(module, jt.ones((2, 3)))
+    told = [str(w.message) for w in recwarn if issubclass(w.category, xmem.XmemWarning)]
+    assert len(told) == 1
+    assert "Aside.penalty" in told[0]

@@ -375,3 +375,131 @@ def test_all_segments_are_checkpointed_also_the_last_and_the_remainder(backend, 
     assert peaks[segments] < peaks[4], peaks
     most = {5: 49.5, 6: 41.5, 8: 33.5, 12: 26.5}[segments]  # MiB; written by hand it is as much
     assert peaks[segments] <= most * 2**20, peaks
+
+
+class Dense(nn.Module):
+    """Hands every block a list, which it extends in between; blocks add to another list."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(16, 16)
+
+        def forward(self, inputs, penalties):
+            hidden = torch.tanh(self.layer(sum(inputs)))
+            penalties.append(hidden.square().mean())
+            return hidden
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Block() for _ in range(6))
+
+    def forward(self, x):
+        outputs, penalties = [x], []
+        for block in self.blocks:
+            outputs.append(block(outputs, penalties))
+        y = outputs[-1]
+        return torch.stack([y, *outputs[1:-1]]).sum(0) + sum(penalties)
+
+
+@pytest.mark.parametrize("layout", ["every", 1, 3])
+def test_lists_that_the_loop_and_the_blocks_fill_are_those_of_plain_training(backend, layout):
+    model, x = Dense(), torch.randn(8, 16)
+    expected = run(model, x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", xmem.XmemWarning)
+        xmem.apply_checkpointing(model, layout)
+        assert same(run(model, x), expected)
+
+
+def test_a_list_that_blocks_fill_is_filled_once_though_their_segment_is_cut_short(backend):
+    model, x = Dense(), torch.randn(8, 16)
+    xmem.apply_checkpointing(model, 1)
+    penalties = []
+    first = model.blocks[0]([x], penalties)
+    second = model.blocks[1]([first], penalties)
+    with pytest.warns(xmem.XmemWarning, match="cut short"):
+        first.shape  # noqa: B018
+    assert len(penalties) == 1
+    with pytest.warns(xmem.XmemWarning, match="cut short"):
+        second.sum().backward()
+    assert len(penalties) == 2
+
+
+def test_a_block_that_is_given_a_list_of_tensors_and_appends_to_it(backend):
+    layer, x, before = nn.Linear(4, 4), torch.randn(2, 4), [torch.ones(2, 4)]
+
+    def function(x, kept):
+        kept.append(layer(x).tanh())
+        return kept[-1] * kept[0]
+
+    y = xmem.checkpoint(function, x, before)
+    assert len(before) == 2
+    (y.sum() + before[1].sum()).backward()
+    assert len(before) == 2
+
+
+@pytest.mark.parametrize("changed", ["the input", "the output of a block that has run"])
+def test_what_is_changed_in_place_before_a_segment_runs_is_refused(backend, changed):
+    model, x = Loop(), torch.randn(8, 16)
+    xmem.apply_checkpointing(model, 1)
+    y = model.blocks[0](x)
+    z = model.blocks[1](y)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", xmem.XmemWarning)
+        if changed == "the input":
+            x.mul_(2)
+        else:
+            y += 1
+    with pytest.raises(xmem.CompositionError, match="changed in place before its segment ran"):
+        z.sum()
+
+
+def test_an_output_changed_in_place_inside_a_segment_is_changed_for_all_who_hold_it(backend):
+    model, x = Loop(), torch.randn(8, 16)
+    xmem.apply_checkpointing(model, 1)
+    y = model.blocks[0](x)
+    kept = y
+    with pytest.warns(xmem.XmemWarning, match="cut short"):
+        y += 1
+    assert torch.equal(torch.as_tensor(y), kept + 0)
+
+
+def test_backward_hooks_of_blocks_are_called_or_refused(backend):
+    seen = []
+    model, x = Loop(), torch.randn(8, 16)
+    model.blocks[0].register_full_backward_hook(lambda *_: seen.append(1))
+    receipt = xmem.apply_checkpointing(model, "every")
+    run(model, x)
+    assert seen == [1]
+    receipt.undo()
+    xmem.apply_checkpointing(model, 1)
+    with pytest.raises(xmem.CompositionError, match="backward hooks"):
+        run(model, x)
+
+
+@pytest.mark.filterwarnings("ignore::xmem.XmemWarning")
+def test_a_region_of_the_loop_gets_what_it_is_given_before_it_begins(backend):
+    found = []
+    for layout in ([], 1):
+        torch.manual_seed(0)
+        model, x = Loop(), torch.randn(8, 16)
+        if layout:
+            xmem.apply_checkpointing(model, layout)
+        y = model.blocks[0](x)
+        for block in model.blocks[1:]:
+            y = xmem.checkpoint(block, y)
+        y.square().sum().backward()
+        found.append([p.grad for p in model.parameters()])
+    assert same(*found)
+
+
+@pytest.mark.filterwarnings("ignore::xmem.XmemWarning")
+def test_a_block_that_waits_is_not_run_inside_another_checkpoint(backend):
+    """PyTorch's own, in the model's loop: the second pass would not run the block again."""
+    from torch.utils.checkpoint import checkpoint
+
+    model, x = Loop(), torch.randn(8, 16)
+    xmem.apply_checkpointing(model, 1)
+    with pytest.raises(xmem.CompositionError, match=r"'blocks\.0' waits for the rest"):
+        checkpoint(lambda y: y * 2, model.blocks[0](x), use_reentrant=False)

@@ -2,6 +2,8 @@
 
 import gc
 import random
+import threading
+from functools import partial
 
 import numpy as np
 import pytest
@@ -411,3 +413,112 @@ def test_what_a_call_costs_is_counted_and_leaves_no_trace(backend):
     assert cost.forward_seconds > 0
     # GELU keeps its input, which is there anyway
     assert backend.checkpoint.cost(nn.GELU(), (x,), {}).saved_bytes == 0
+
+
+@pytest.mark.parametrize("layout", ["every", 2])
+def test_parameters_given_by_functional_call_are_those_of_the_second_pass(backend, layout):
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)])
+    x, found = torch.randn(4, 8), []
+    for wrapped in (False, True):
+        if wrapped:
+            xmem.apply_checkpointing(model, layout)
+        given = {n: (p.detach() * 1.5).requires_grad_() for n, p in model.named_parameters()}
+        y = torch.func.functional_call(model, given, (x,))
+        found.append(torch.autograd.grad(y.square().sum(), list(given.values())))
+    assert equal(found)
+
+
+def test_a_weight_that_a_hook_sets_before_each_call_is_that_of_the_call(backend):
+    x, found = torch.randn(4, 8), []
+    for wrapped in (False, True):
+        torch.manual_seed(0)
+        block = nn.utils.spectral_norm(nn.Linear(8, 8))
+        if wrapped:
+            xmem.apply_checkpointing(nn.Sequential(block), [block])
+        first, second = block(x).tanh(), block(2 * x).tanh()
+        (first.sum() + second.sum()).backward()
+        found.append([p.grad for p in block.parameters()])
+    assert equal(found)
+
+
+def test_state_that_a_module_keeps_in_an_attribute_is_read_as_it_was(backend):
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+            self.state = torch.zeros(4, 8)
+
+        def forward(self, x):
+            self.state = torch.tanh(self.layer(x + self.state))
+            return self.state
+
+    x, found = torch.randn(4, 8), []
+    for wrapped in (False, True):
+        torch.manual_seed(0)
+        block = Recurrent()
+        outputs = [xmem.checkpoint(block, x) if wrapped else block(x) for _ in range(3)]
+        sum(y.square().sum() for y in outputs).backward()
+        assert block.state is outputs[-1]
+        found.append([p.grad for p in block.parameters()])
+    assert equal(found)
+
+
+def test_a_buffer_that_is_written_in_training_only_after_a_first_call_in_eval(backend):
+    x, found = torch.randn(4, 8), []
+    for wrapped in (False, True):
+        torch.manual_seed(0)
+        block = Counting()
+        block.register_buffer("large", torch.ones(4, 8).repeat(1, 100))
+        forward = block.forward
+
+        def call(x, block=block, forward=forward):
+            y = forward(x * block.large[:, :8])
+            if block.training:
+                block.large.mul_(0.5)
+            return y
+
+        block.forward = call
+        run = partial(xmem.checkpoint, block) if wrapped else block
+        for mode in (False, True, True):
+            run_mode = block.train(mode)
+            run(x).square().sum().backward()
+            assert run_mode is block
+        found.append([*block.buffers(), *(p.grad for p in block.parameters())])
+    assert equal(found)
+
+
+def test_models_in_two_threads_keep_their_statistics(backend):
+    def block():
+        return nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Dropout(0.3))
+
+    models = [nn.Sequential(block(), block()) for _ in range(2)]
+    for model in models:
+        xmem.apply_checkpointing(model)
+
+    def train(model):
+        for _ in range(60):
+            model(torch.randn(8, 16)).sum().backward()
+
+    threads = [threading.Thread(target=train, args=(model,)) for model in models]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    norms = [m for model in models for m in model.modules() if isinstance(m, nn.BatchNorm1d)]
+    assert [(norm.momentum, int(norm.num_batches_tracked)) for norm in norms] == [(0.1, 60)] * 4
+
+
+def test_a_check_of_values_takes_conjugated_and_sparse_tensors(backend):
+    z = torch.randn(3, 4, dtype=torch.complex64, requires_grad=True)
+    assert equal(both(lambda z: (z * z.conj()).real.sin(), z, check_values=True))
+    ones, weight = torch.eye(4).to_sparse(), torch.randn(4, 4, requires_grad=True)
+    call = lambda w: torch.sparse.mm(ones, w).sin()  # noqa: E731
+    assert equal(both(call, weight, check_values=True))
+
+
+def test_a_tensor_of_the_closure_may_be_made_in_inference_mode(backend):
+    with torch.inference_mode():
+        x = torch.randn(4, 8)
+    shift = torch.zeros(8, requires_grad=True)
+    assert equal(both(lambda: torch.sin(shift + 0) + x, parameters=(shift,)))

@@ -192,9 +192,11 @@ long long xmem_jittor_tape_of(long long var) {
 long long xmem_jittor_maker_of(long long var) { return (long long)((Var*)var)->input(); }
 
 // Lets an operation depend on what a taped Var stands for on the tape instead of on the Var, so that
-// the Var's memory is not kept for it.
+// the Var's memory is not kept for it. An operation that has run already is left as it is: Jittor
+// refuses to change its inputs, and a hook that waits for a block's output is all that comes here.
 void xmem_jittor_let_go(long long operation, long long taped) {
     auto* op = (Node*)operation;
+    if (op->is_finished()) return;
     auto* var = (Node*)taped;
     std::list<Node*> inputs;
     bool found = false;

@@ -1,0 +1,39 @@
+"""What is noted of a tensor to compare it with another one later."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from xmem.containers import leaves
+from xmem.mismatch import sample_step
+
+
+def version(tensor: torch.Tensor) -> int:
+    """Return what counts up when a tensor is changed in place; inference tensors have none."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def versions(tree: Any) -> tuple[int, ...]:
+    """Return the version counters of the tensors in nested containers."""
+    return tuple(version(tensor) for tensor in leaves(tree, torch.Tensor))
+
+
+def facts(tensor: torch.Tensor) -> tuple[Any, Any]:
+    """Return the shape and the type."""
+    return tensor.shape, tensor.dtype
+
+
+def shown(shape: Any, dtype: Any) -> str:
+    """Return the text of them."""
+    return f"{tuple(shape)} {str(dtype).removeprefix('torch.')}"
+
+
+def sample(tensor: torch.Tensor) -> Any:
+    """Return some of the values as a NumPy array."""
+    with torch.no_grad():
+        flat = tensor.detach().reshape(-1)
+        if flat.is_complex():
+            flat = torch.view_as_real(flat.resolve_conj()).reshape(-1)
+        return flat[:: sample_step(flat.numel())].double().cpu().resolve_neg().numpy()
