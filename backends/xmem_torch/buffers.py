@@ -93,6 +93,17 @@ class Buffers:
                 entry.module._buffers[entry.name] = entry.buffer
 
 
+class _Known(dict[type, bool]):
+    """Whether a type is a tensor's; asking PyTorch each time takes ten times as long."""
+
+    def __missing__(self, kind: type) -> bool:
+        self[kind] = issubclass(kind, torch.Tensor)
+        return self[kind]
+
+
+_TENSORS = _Known()
+
+
 class Places:
     """The tensors that modules hold, whatever is put in their places afterwards.
 
@@ -109,7 +120,7 @@ class Places:
             for module in modules
             for held in (module._parameters, module._buffers, module.__dict__)
             for name, tensor in held.items()
-            if isinstance(tensor, torch.Tensor)
+            if _TENSORS[type(tensor)]
         ]
 
     def first_pass_ended(self) -> None:
