@@ -1,5 +1,7 @@
 """A plain PyTorch GPT: 24 layers of width 128, as a user would write it."""
 
+import gc
+
 import torch
 from torch import nn
 from torch.nn import functional
@@ -49,3 +51,16 @@ def forward_and_backward(model, ids, targets):
     loss = functional.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
     loss.backward()
     return float(loss.detach())
+
+
+def peak_bytes(model, ids):
+    """Return how far forward and backward raise the peak, with gradients there already."""
+    import xmem
+
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    forward_and_backward(model, ids, ids)
+    gc.collect()
+    with xmem.measure(model=model, inputs=ids) as m:
+        forward_and_backward(model, ids, ids)
+    return m.peak_above_static_bytes

@@ -1,25 +1,14 @@
 """Checkpointing on PyTorch: bytes, gradients, randomness, statistics, and the way back."""
 
 import copy
-import gc
 import pickle
 
 import pytest
 import torch
-from on_torch.gpt import GPT, forward_and_backward
+from on_torch.gpt import GPT, forward_and_backward, peak_bytes
 from torch import nn
 
 import xmem
-
-
-def measured(model, ids):
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p)
-    forward_and_backward(model, ids, ids)
-    gc.collect()
-    with xmem.measure(model=model, inputs=ids) as m:
-        forward_and_backward(model, ids, ids)
-    return m.peak_above_static_bytes
 
 
 def loss_and_gradients(model, ids):
@@ -33,10 +22,10 @@ def test_a_24_layer_gpt_takes_a_ninth_with_every_block_checkpointed(backend):
     """230 MiB against 25: a block keeps 20 times what it hands on. Forward and backward."""
     model = GPT(layers=24)
     ids = torch.randint(0, 1000, (8, 128))
-    plain = measured(model, ids)
+    plain = peak_bytes(model, ids)
     receipt = xmem.apply_checkpointing(model, "every")
     assert receipt.applied_to == 24
-    checkpointed = measured(model, ids)
+    checkpointed = peak_bytes(model, ids)
     print(
         f"plain {plain} bytes, checkpointed {checkpointed} bytes, {plain / checkpointed:.2f}-fold"
     )

@@ -1,7 +1,6 @@
 """Checkpointing on PyTorch together with all else that a training loop does."""
 
 import copy
-import gc
 import os
 import socket
 import subprocess
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from on_torch.gpt import GPT, forward_and_backward
+from on_torch.gpt import GPT, peak_bytes
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -291,20 +290,10 @@ def test_every_block_of_the_24_layer_gpt_takes_what_pytorch_takes_by_hand(backen
     by_hand = copy.deepcopy(model)
     for layer in by_hand.layers:
         layer.forward = partial(torch_checkpoint, layer.forward, use_reentrant=False)
-    peaks = {"plain": _peak(model, ids), "by hand": _peak(by_hand, ids)}
+    peaks = {"plain": peak_bytes(model, ids), "by hand": peak_bytes(by_hand, ids)}
     xmem.apply_checkpointing(model, "every")
-    peaks["xmem"] = _peak(model, ids)
+    peaks["xmem"] = peak_bytes(model, ids)
     print(peaks)
     assert peaks["xmem"] == peaks["by hand"], peaks
     assert peaks["xmem"] <= 25 * 2**20, peaks
     assert peaks["plain"] >= 229 * 2**20, peaks
-
-
-def _peak(model, ids):
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p)
-    forward_and_backward(model, ids, ids)
-    gc.collect()
-    with xmem.measure(model=model, inputs=ids) as m:
-        forward_and_backward(model, ids, ids)
-    return m.peak_above_static_bytes
