@@ -212,14 +212,13 @@ def chains(
 
 
 @st.composite
-def programs(draw: Any, sizes: Sizes, *, layouts: bool = True, unread: bool = True) -> Program:
+def programs(draw: Any, sizes: Sizes, *, layouts: bool = True) -> Program:
     """Draw programs, each with regions of its own or a layout.
 
     Args:
         draw: Hypothesis's.
         sizes: what sizes are drawn from.
         layouts: whether there are layouts, or regions only.
-        unread: whether, under a layout, blocks may be called whose outputs nobody reads.
     """
     planned = layouts and draw(st.booleans())
     shared = tuple(draw(st.lists(chains(sizes, 0, 0), max_size=2)))
@@ -229,7 +228,7 @@ def programs(draw: Any, sizes: Sizes, *, layouts: bool = True, unread: bool = Tr
     else:
         block = chains(sizes, sizes.depth, len(shared), least=2, region=True)
         blocks = tuple(draw(st.lists(block, min_size=1, max_size=2)))
-    steps = draw(_steps(len(blocks), unread or not planned))
+    steps = draw(_steps(len(blocks)))
     layout: Any = None
     chosen: tuple[int, ...] = ()
     if planned:
@@ -252,7 +251,7 @@ def programs(draw: Any, sizes: Sizes, *, layouts: bool = True, unread: bool = Tr
 
 
 @st.composite
-def _steps(draw: Any, blocks: int, unread: bool) -> tuple[Step, ...]:
+def _steps(draw: Any, blocks: int) -> tuple[Step, ...]:
     """Draw calls: each block once, then some once more."""
     steps: list[Step] = []
     outputs = 1
@@ -260,7 +259,7 @@ def _steps(draw: Any, blocks: int, unread: bool) -> tuple[Step, ...]:
     again = draw(st.lists(st.integers(0, blocks - 1), max_size=2))
     for index in (*range(blocks), *again):
         skip = draw(st.none() | st.integers(0, outputs - 1))
-        dropped = unread and draw(seldom)
+        dropped = draw(seldom)
         steps.append(Step(index, skip, dropped, draw(seldom)))
         outputs += not dropped
     return tuple(steps)

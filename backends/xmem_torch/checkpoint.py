@@ -23,6 +23,7 @@ from xmem.containers import leaves
 from xmem.deferred import deferreds_in, extended, settled, value_of
 from xmem.errors import CompositionError
 from xmem.mismatch import function_name
+from xmem.pending import Setting
 from xmem.records import Cost, Recompute
 from xmem_torch import precision
 from xmem_torch.reach import reach
@@ -90,14 +91,9 @@ class Checkpoint:
                 )
             return self.checkpoint(function, args, kwargs, replace(how, name=name))
 
-        call = extended(
-            run,
-            precision.in_force(),
-            function,
-            how.name,
-            (tuple(args), dict(kwargs)),
-            versions,
-        )
+        setting = Setting(run, versions, precision.in_force(), precision.again())
+        flags = tuple((module, module.training) for module in reach(function)[0])
+        call = extended(setting, function, how.name, flags, (tuple(args), dict(kwargs)))
         return value_of(call) if ends else call
 
     def obstacle(self, module: Any) -> str | None:

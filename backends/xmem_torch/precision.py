@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from xmem.errors import UsageError, unknown
 from xmem.operations import OPERATIONS
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+_DEVICES = ("cpu", "cuda")
 _FUNCTIONS: Mapping[str, frozenset[str]] = {
     "linear": frozenset({"linear"}),
     "matmul": frozenset({"matmul", "__matmul__", "mm", "bmm", "addmm", "einsum"}),
@@ -86,11 +87,39 @@ def capture() -> Callable[[], AbstractContextManager[Any]]:
 def in_force() -> Hashable:
     """Return autocast's state here and the operations that are kept in float32."""
     inner = getattr(_modes, "innermost", None)
-    devices = [d for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
+    devices = [d for d in _DEVICES if torch.is_autocast_enabled(d)]
     return (
-        tuple((d, str(torch.get_autocast_dtype(d))) for d in devices),
+        tuple((d, torch.get_autocast_dtype(d)) for d in devices),
         None if inner is None else inner.names,
     )
+
+
+def again() -> Callable[[], AbstractContextManager[Any]]:
+    """Return what enters the precision that is in force now, and recording of gradients."""
+    states = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _DEVICES]
+    inner = getattr(_modes, "innermost", None)
+    key = in_force()
+
+    @contextmanager
+    def enter() -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(mode=False))
+            stack.enter_context(torch.enable_grad())
+            if in_force() != key:
+                for device, enabled, dtype in states:
+                    if enabled or torch.is_autocast_enabled(device):
+                        stack.enter_context(
+                            torch.autocast(
+                                device, dtype=dtype, enabled=enabled, cache_enabled=False
+                            )
+                        )
+                names = frozenset() if inner is None else inner.names
+                if inner is not None or getattr(_modes, "innermost", None) is not None:
+                    device = "cpu" if inner is None else inner.device
+                    stack.enter_context(_KeepFloat32(device, names))
+            yield
+
+    return enter
 
 
 class _KeepFloat32(TorchFunctionMode):
@@ -102,13 +131,13 @@ class _KeepFloat32(TorchFunctionMode):
 
     def __init__(self, device: str, names: frozenset[str]) -> None:
         super().__init__()
-        self._device = device
+        self.device = device
         self.names = names
         self._outer: _KeepFloat32 | None = None
 
     def again(self) -> _KeepFloat32:
         """Return the same mode anew, for a recomputation."""
-        return _KeepFloat32(self._device, self.names)
+        return _KeepFloat32(self.device, self.names)
 
     def __enter__(self) -> Any:
         self._outer = getattr(_modes, "innermost", None)
@@ -123,9 +152,10 @@ class _KeepFloat32(TorchFunctionMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if getattr(function, "__name__", "") not in self.names:
+        innermost = getattr(_modes, "innermost", None) is self
+        if not innermost or getattr(function, "__name__", "") not in self.names:
             return function(*args, **kwargs)
-        with torch.autocast(self._device, enabled=False):
+        with torch.autocast(self.device, enabled=False):
             return function(*map(_float32, args), **{k: _float32(v) for k, v in kwargs.items()})
 
 

@@ -131,9 +131,6 @@ def small(*steps, segment=(0, 1, 2), **regions):
     return Program(8, 5, "learnt", (), blocks, steps, layout=(segment,))
 
 
-NEVER_READ = "the placeholder of a block that nobody reads: the block does not run (docs)"
-
-
 @pytest.mark.filterwarnings("ignore::xmem.XmemWarning")
 @pytest.mark.parametrize(
     "program",
@@ -145,16 +142,8 @@ NEVER_READ = "the placeholder of a block that nobody reads: the block does not r
             ),
             id="region between the blocks of a segment",
         ),
-        pytest.param(
-            small(Step(0), Step(1, dropped=True), Step(2)),
-            id="unread output",
-            marks=pytest.mark.xfail(strict=True, reason=NEVER_READ),
-        ),
-        pytest.param(
-            small(Step(0, dropped=True), Step(1), Step(2)),
-            id="unread output first",
-            marks=pytest.mark.xfail(strict=True, reason=NEVER_READ),
-        ),
+        pytest.param(small(Step(0), Step(1, dropped=True), Step(2)), id="unread output"),
+        pytest.param(small(Step(0, dropped=True), Step(1), Step(2)), id="unread output first"),
     ],
 )
 def test_programs_on_which_segments_once_failed(backend, program):
