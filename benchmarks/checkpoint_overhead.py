@@ -1,8 +1,9 @@
 """A 24-layer GPT on PyTorch with every block checkpointed: against plain and against by hand.
 
 Peers: the same model without checkpointing, and with `torch.utils.checkpoint` called by hand. All
-three take turns in one process, and ratios are taken turn by turn, so that what else the machine
-does falls on all alike. Bytes are exact. Usage: python benchmarks/checkpoint_overhead.py [FOLDER]
+three take turns in one process, in changing order, and ratios are taken turn by turn, so that what
+else the machine does falls on all alike. Bytes are exact.
+Usage: python benchmarks/checkpoint_overhead.py [FOLDER]
 """
 
 import functools
@@ -14,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-ROUNDS = 25
+ROUNDS = 60
 WAYS = ("plain", "by hand", "xmem")
 
 
@@ -44,8 +45,9 @@ def main(folder):
             forward_and_backward(model, ids, ids)
         peaks[way] = m.peak_above_static_bytes
     seconds = {way: [] for way in WAYS}
-    for _ in range(ROUNDS):
-        for way, model in models.items():
+    for turn in range(ROUNDS):
+        for way in WAYS[turn % 3 :] + WAYS[: turn % 3]:
+            model = models[way]
             start = time.perf_counter()
             forward_and_backward(model, ids, ids)
             seconds[way].append(time.perf_counter() - start)

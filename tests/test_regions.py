@@ -1,6 +1,7 @@
 """What both backends share of checkpointing: segments, deferred blocks, streams, what is behind."""
 
 import collections
+import contextlib
 import functools
 import itertools
 import random
@@ -17,6 +18,7 @@ from xmem.containers import Slot, fill, leaves, take_apart
 from xmem.deferred import Deferred, extended, settled, value_of
 from xmem.layouts import split
 from xmem.mismatch import SAMPLED_VALUES, differs, sample_step
+from xmem.pending import Setting
 from xmem.randomness import Streams, stream_kinds
 
 Pair = collections.namedtuple("Pair", "left right")
@@ -60,11 +62,17 @@ def no_versions(tree):
     return ()
 
 
+def wait(run, key, forward, name, *args, **kwargs):
+    """Call a block that waits for the rest of its segment."""
+    setting = Setting(run, no_versions, key, contextlib.nullcontext)
+    return extended(setting, forward, name, (), (args, kwargs))
+
+
 def chain(run, *names, start=1.0):
     """Call blocks that double their input, deferred, one after the other."""
     found, x = [], start
     for name in names:
-        x = extended(run, "float32", lambda x: 2 * x, name, ((x,), {}), no_versions)
+        x = wait(run, "float32", lambda x: 2 * x, name, x)
         found.append(x)
     return found
 
@@ -102,9 +110,25 @@ def test_calls_under_another_precision_are_another_region():
     run = Ran()
     [first] = chain(run, "a")
     with pytest.warns(xmem.XmemWarning, match="cut short"):
-        second = extended(run, "half", lambda x: 2 * x, "b", ((first,), {}), no_versions)
+        second = wait(run, "half", lambda x: 2 * x, "b", first)
     assert run.lengths == [1]
     assert value_of(second) == 4.0
+
+
+def test_a_block_that_nobody_reads_runs_when_its_placeholder_is_dropped():
+    run, calls = Ran(), []
+    wait(run, "", calls.append, "a", 1)
+    assert calls == [1]
+    first = wait(run, "", lambda x: calls.append(x) or x, "a", 2)
+    wait(run, "", calls.append, "b", first)
+    assert calls == [1, 2, 2]
+    assert value_of(first) == 2
+    waiting = wait(run, "", lambda x: (calls.append(x), x), "c", 3)
+    part = waiting[1]
+    del waiting
+    assert calls == [1, 2, 2]
+    del part
+    assert calls == [1, 2, 2, 3]
 
 
 def test_two_readers_of_one_block_do_not_run_it_twice():
@@ -114,25 +138,18 @@ def test_two_readers_of_one_block_do_not_run_it_twice():
         calls.append(x)
         return 2 * x
 
-    root = extended(run, "", block, "a", ((1.0,), {}), no_versions)
-    left = extended(run, "", lambda x: x + 1, "b", ((root,), {}), no_versions)
+    root = wait(run, "", block, "a", 1.0)
+    left = wait(run, "", lambda x: x + 1, "b", root)
     with pytest.warns(xmem.XmemWarning):
-        right = extended(run, "", lambda x: x + 2, "c", ((root,), {}), no_versions)
+        right = wait(run, "", lambda x: x + 2, "c", root)
     assert (value_of(left), value_of(right)) == (3.0, 4.0)
     assert calls == [1.0]
 
 
 def test_parts_and_containers_of_deferred_values():
     run = Ran()
-    made = extended(run, "", lambda x: {"y": [x, x + 1]}, "a", ((1.0,), {}), no_versions)
-    later = extended(
-        run,
-        "",
-        lambda pair, *, k: pair.left + k,
-        "b",
-        ((Pair(made["y"][1], 0),), {"k": 3}),
-        no_versions,
-    )
+    made = wait(run, "", lambda x: {"y": [x, x + 1]}, "a", 1.0)
+    later = wait(run, "", lambda pair, *, k: pair.left + k, "b", Pair(made["y"][1], 0), k=3)
     assert run.lengths == []
     assert settled([later, ({"z": later},)]) == [5.0, ({"z": 5.0},)]
     assert run.lengths == [2]
@@ -146,7 +163,7 @@ def test_an_error_in_a_segment_leaves_it_to_be_run_again():
             raise OSError("mine")
         return x
 
-    waiting = extended(run, "", block, "a", ((1.0,), {}), no_versions)
+    waiting = wait(run, "", block, "a", 1.0)
     with pytest.raises(OSError, match="mine"):
         value_of(waiting)
     broken.clear()
@@ -161,7 +178,7 @@ def test_a_deferred_holds_what_enters_it_only_until_it_has_run():
 
     given_ = Input()
     reference = weakref.ref(given_)
-    waiting = extended(Ran(), "", lambda x: 3, "a", ((given_,), {}), no_versions)
+    waiting = wait(Ran(), "", lambda x: 3, "a", given_)
     del given_
     assert reference() is not None
     value_of(waiting)

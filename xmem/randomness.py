@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+import struct
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -45,40 +46,79 @@ def stream_kinds() -> dict[type, Access]:
     return kinds
 
 
-class _GlobalNumpy:
-    """NumPy's global stream. Reading its state takes 35 microseconds, so the bytes tell first."""
+class _Watched:
+    """A Mersenne Twister that all share. Its state is slow to read, so its bytes tell first.
 
-    def __init__(self, module: Any) -> None:
-        self._module = module
+    Args:
+        address: of its 624 words and its position in memory.
+        read: returns its state.
+        in_store: says whether a state has a second normal number in store, which a draw may take
+            without moving the words.
+    """
+
+    def __init__(
+        self, address: int, read: Callable[[], State], in_store: Callable[[State], bool]
+    ) -> None:
+        self._address = address
+        self._read = read
+        self._in_store = in_store
         self._known: tuple[bytes, State] | None = None
 
-    def _bytes(self) -> bytes | None:
-        generator = self._module.mtrand._rand._bit_generator
-        if type(generator).__name__ != "MT19937":
-            return None
-        return ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
-
     def read(self) -> State:
-        found = self._bytes()
-        if found is not None and self._known is not None and self._known[0] == found:
+        found = ctypes.string_at(self._address, _MT19937_BYTES)
+        if self._known is not None and self._known[0] == found:
             return self._known[1]
-        state = self._module.get_state(legacy=False)
-        # With a second normal number in store, a draw may leave the bytes as they are.
-        self._known = (found, state) if found is not None and not state["has_gauss"] else None
+        state = self._read()
+        self._known = None if self._in_store(state) else (found, state)
         return state
 
-    def set(self, state: State) -> None:
-        self._module.set_state(state)
+
+def _python_reader() -> Callable[[], State]:
+    """Return what reads the state of Python's global stream."""
+    generator: Any = random._inst
+    address = id(generator) + object.__basicsize__
+    index, *words = struct.unpack("i624I", ctypes.string_at(address, _MT19937_BYTES))
+    if (*words, index) != random.getstate()[1]:  # another layout than CPython's
+        return random.getstate
+    watched = _Watched(address, random.getstate, lambda state: state[2] is not None)
+
+    def current() -> State:
+        return watched.read() if generator.gauss_next is None else random.getstate()
+
+    return current
 
 
-_numpy: _GlobalNumpy | None = None
+def _numpy_reader() -> Callable[[], State] | None:
+    """Return what reads the state of NumPy's global stream; None where nobody has imported it."""
+    module = sys.modules.get("numpy.random")
+    if module is None:
+        return None
+
+    def read() -> State:
+        return module.get_state(legacy=False)
+
+    generator = module.mtrand._rand._bit_generator
+    if type(generator).__name__ != "MT19937":
+        return read
+    address = generator.ctypes.state_address
+    watched = _Watched(address, read, lambda state: bool(state["has_gauss"]))
+
+    def current() -> State:
+        now = module.mtrand._rand._bit_generator
+        return watched.read() if now is generator else read()
+
+    return current
 
 
-def _global_numpy() -> _GlobalNumpy | None:
-    global _numpy
-    if _numpy is None and "numpy.random" in sys.modules:
-        _numpy = _GlobalNumpy(sys.modules["numpy.random"])
-    return _numpy
+_read_python = _python_reader()
+_read_global_numpy: Callable[[], State] | None = None
+
+
+def _global_numpy() -> Callable[[], State] | None:
+    global _read_global_numpy
+    if _read_global_numpy is None:
+        _read_global_numpy = _numpy_reader()
+    return _read_global_numpy
 
 
 class Streams:
@@ -94,13 +134,13 @@ class Streams:
     ) -> None:
         self._held = [(stream, *_access(stream, kinds or {})) for stream in held]
         self._numpy = _global_numpy()
-        self._python: State = random.getstate()
+        self._python: State = _read_python()
         self._others = self._read_others()
         self._drawn: list[bool] | None = None
 
     def _read_others(self) -> list[State]:
         states = [read(stream) for stream, read, _ in self._held]
-        return [*states, None if self._numpy is None else self._numpy.read()]
+        return [*states, None if self._numpy is None else self._numpy()]
 
     def first_pass_ended(self) -> None:
         """Note what has been drawn from; the states of the other streams are let go."""
@@ -111,7 +151,8 @@ class Streams:
     def _moved(self) -> list[bool]:
         others = self._read_others()
         moved = [not _same(a, b) for a, b in zip(self._others, others, strict=True)]
-        return [self._python != random.getstate(), *moved]
+        python = _read_python()
+        return [python is not self._python and python != self._python, *moved]
 
     @property
     def drawn(self) -> bool:
@@ -124,7 +165,7 @@ class Streams:
         if not self.drawn:
             yield
             return
-        python, others = random.getstate(), self._read_others()
+        python, others = _read_python(), self._read_others()
         self._set(self._python, self._others)
         try:
             yield
@@ -140,7 +181,7 @@ class Streams:
         for (stream, _, write), state in zip(self._held, others, strict=False):
             write(stream, state)
         if self._numpy is not None:
-            self._numpy.set(others[-1])
+            sys.modules["numpy.random"].set_state(others[-1])
 
 
 def _access(stream: Any, kinds: Mapping[type, Access]) -> Access:

@@ -1,17 +1,16 @@
-"""Buffers in a second pass: written once, and read as the first pass read them."""
+"""Buffers and held tensors in a second pass: written once, read as the first pass read them."""
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
 from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from xmem_torch.tensors import version
 
@@ -68,6 +67,11 @@ class Buffers:
             mode = entry.module.training
             written[mode] = written.get(mode, frozenset()) | {entry.name}
 
+    @property
+    def written(self) -> bool:
+        """Whether the first pass wrote any; for use after its end."""
+        return bool(self._before)
+
     def wrote(self, module: Any, name: str) -> bool:
         """Say whether the first pass wrote a buffer; for use after its end."""
         return any(e.module is module and e.name == name for e in self._before)
@@ -93,17 +97,6 @@ class Buffers:
                 entry.module._buffers[entry.name] = entry.buffer
 
 
-class _Known(dict[type, bool]):
-    """Whether a type is a tensor's; asking PyTorch each time takes ten times as long."""
-
-    def __missing__(self, kind: type) -> bool:
-        self[kind] = issubclass(kind, torch.Tensor)
-        return self[kind]
-
-
-_TENSORS = _Known()
-
-
 class Places:
     """The tensors that modules hold, whatever is put in their places afterwards.
 
@@ -112,100 +105,49 @@ class Places:
 
     Args:
         modules: those that the function can reach.
+        attributes: whether one of them may hold a tensor in an attribute of its own.
     """
 
-    def __init__(self, modules: Sequence[Any]) -> None:
-        self._held = [
-            (held, name, tensor)
-            for module in modules
-            for held in (module._parameters, module._buffers, module.__dict__)
-            for name, tensor in held.items()
-            if _TENSORS[type(tensor)]
+    def __init__(self, modules: Sequence[Any], *, attributes: bool) -> None:
+        registered = [m._parameters for m in modules if m._parameters]
+        registered += [m._buffers for m in modules if m._buffers]
+        self._held = [(held, held.copy()) for held in registered]
+        if attributes:
+            for module in modules:
+                found = {n: v for n, v in module.__dict__.items() if isinstance(v, torch.Tensor)}
+                self._held.append((module.__dict__, found))
+
+    def exchanged(self) -> list[tuple[dict[str, Any], dict[str, Any], str]]:
+        """Return where something else is now: (where, what was there by name, the name)."""
+        return [
+            (held, before, name)
+            for held, before in self._held
+            if len(held) != len(before) or not all(map(is_, held.values(), before.values()))
+            for name, tensor in before.items()
+            if held.get(name) is not tensor and tensor is not None
         ]
 
     def first_pass_ended(self) -> None:
         """Let go of the graph behind what the forward itself has replaced."""
-        self._held = [
-            (held, name, tensor if held.get(name) is tensor else _without_graph(tensor))
-            for held, name, tensor in self._held
-        ]
+        for _, before, name in self.exchanged():
+            before[name] = _without_graph(before[name])
 
     @contextmanager
     def as_they_were(self) -> Iterator[None]:
         """Put the tensors back inside the block."""
         others = [
-            (held, name, held[name], tensor)
-            for held, name, tensor in self._held
-            if name in held and held[name] is not tensor
+            (held, before[name], name, held[name])
+            for held, before, name in self.exchanged()
+            if name in held
         ]
-        for held, name, _, tensor in others:
+        for held, tensor, name, _ in others:
             held[name] = tensor
         try:
             yield
         finally:
-            for held, name, now, _ in others:
+            for held, _, name, now in others:
                 held[name] = now
 
 
 def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.is_leaf else tensor.detach().requires_grad_(tensor.requires_grad)
-
-
-# Layers whose statistics are left alone now, with how many blocks ask for it and what to put back.
-_frozen: dict[Any, tuple[int, float | None, Any]] = {}
-_lock = threading.Lock()
-
-
-def _freeze(module: Any) -> None:
-    with _lock:
-        count, momentum, counter = _frozen.get(
-            module, (0, module.momentum, module.num_batches_tracked)
-        )
-        _frozen[module] = (count + 1, momentum, counter)
-        module.momentum, module.num_batches_tracked = 0.0, None
-
-
-def _thaw(module: Any) -> None:
-    with _lock:
-        count, momentum, counter = _frozen.pop(module)
-        if count > 1:
-            _frozen[module] = (count - 1, momentum, counter)
-        else:
-            module.momentum, module.num_batches_tracked = momentum, counter
-
-
-@contextmanager
-def statistics_untouched(modules: Sequence[Any]) -> Iterator[None]:
-    """Let no normalisation layer that runs in the block update its running statistics.
-
-    Momentum 0 keeps the averages, and a missing counter is not counted up; batch statistics are
-    used all the same. Restored at the end of the block and not after each layer: recomputation
-    may end early, by an exception inside a layer. PyTorch's hook is for all threads, so layers that
-    another one runs are passed over.
-
-    Args:
-        modules: those that are known to run; others are met on the way.
-    """
-    changed: dict[Any, None] = {}
-    thread = threading.get_ident()
-
-    def freeze(module: Any, _: Any = None) -> None:
-        if (
-            isinstance(module, _NormBase)
-            and module.training
-            and module.track_running_stats
-            and module not in changed
-            and threading.get_ident() == thread
-        ):
-            changed[module] = None
-            _freeze(module)
-
-    for module in modules:
-        freeze(module)
-    handle = register_module_forward_pre_hook(freeze)
-    try:
-        yield
-    finally:
-        handle.remove()
-        for module in changed:
-            _thaw(module)

@@ -92,7 +92,7 @@ class Checkpoint:
             return self.checkpoint(function, args, kwargs, replace(how, name=name))
 
         setting = Setting(run, versions, precision.in_force(), precision.again())
-        flags = tuple((module, module.training) for module in reach(function)[0])
+        flags = tuple((module, module.training) for module in reach(function).modules)
         call = extended(setting, function, how.name, flags, (tuple(args), dict(kwargs)))
         return value_of(call) if ends else call
 
@@ -104,9 +104,9 @@ class Checkpoint:
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Cost:
         """Count the storages that autograd saves, and time the second of two calls."""
-        modules, _, around = reach(function)
-        held = [t for m in modules for t in (*m._parameters.values(), *m._buffers.values())]
-        alive = set(_storages([*args, *kwargs.values(), *around, *held]))
+        reached = reach(function)
+        held = [t for m in reached.modules for t in (*m._parameters.values(), *m._buffers.values())]
+        alive = set(_storages([*args, *kwargs.values(), *reached.tensors, *held]))
         saved: list[torch.Tensor] = []
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -78,10 +78,10 @@ class Precision:
 _modes = threading.local()
 
 
-def capture() -> Callable[[], AbstractContextManager[Any]]:
-    """Return what enters the kept operations that are in force now; autocast follows by itself."""
+def capture() -> Callable[[], AbstractContextManager[Any]] | None:
+    """Return what enters the kept operations in force, if any; autocast follows by itself."""
     inner = getattr(_modes, "innermost", None)
-    return nullcontext if inner is None else inner.again
+    return None if inner is None else inner.again
 
 
 def in_force() -> Hashable:

@@ -38,16 +38,18 @@ from xmem.mismatch import as_they_were, differs, function_name, mismatch
 from xmem.randomness import Streams
 from xmem.records import Recompute
 from xmem_torch import precision
-from xmem_torch.buffers import Buffers, Places, statistics_untouched
+from xmem_torch.buffers import Buffers, Places
 from xmem_torch.reach import reach, stream_kinds
-from xmem_torch.tensors import facts, sample, shown, version
+from xmem_torch.statistics import statistics_untouched
+from xmem_torch.tensors import is_tensor, sample, shown, version, versions_of
 
 
 @contextmanager
 def aside(function: Callable[..., Any]) -> Iterator[None]:
     """Let a block call a function without a trace: statistics, buffers and streams stay."""
-    modules, held, _ = reach(function)
-    streams = Streams(held, stream_kinds())
+    reached = reach(function)
+    modules = reached.modules
+    streams = Streams(reached.streams, stream_kinds())
     buffers = Buffers(modules)
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     try:
@@ -68,7 +70,8 @@ class Region:
     def __init__(self, function: Callable[..., Any], how: Recompute) -> None:
         self._function = function
         self._how = how
-        self.modules, self._held, self._tensors = reach(function)
+        self._reached = reach(function)
+        self.modules = self._reached.modules
         self._flags = [(module, module.training) for module in self.modules]
         self._precision = precision.capture()
         self._first: list[tuple[Any, ...]] = []
@@ -80,18 +83,19 @@ class Region:
 
     def first_pass(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the function; its tensors are handed to PyTorch one by one, which watches them."""
-        tensors: list[torch.Tensor] = []
-        template = take_apart(snapshot((tuple(args), dict(kwargs))), torch.Tensor, tensors)
+        tensors, refill = _apart(args, kwargs)
         # PyTorch keeps the inputs; a strong reference here would keep what it may give up.
         self._inputs = [(weakref.ref(t), version(t)) for t in tensors]
-        self._places = Places(self.modules)
+        self._places = Places(self.modules, attributes=self._reached.attributes)
         self._buffers = Buffers(self.modules)
-        self._streams = Streams(self._held, stream_kinds()) if self._how.preserve_rng else None
+        self._streams = (
+            Streams(self._reached.streams, stream_kinds()) if self._how.preserve_rng else None
+        )
 
         first = [(args, kwargs)]  # the very containers, which the function may fill
 
         def call(*given: torch.Tensor) -> Any:
-            filled, named = first.pop() if first else fill(snapshot(template), given)
+            filled, named = first.pop() if first else refill(given)
             return settled(self._function(*filled, **named))  # all of it runs in here
 
         with _weight_casts_not_kept():
@@ -113,15 +117,17 @@ class Region:
                 f"{self._name} changes {changed} in place, so it cannot be computed again from it."
                 " Use the operation that is not in place, or clone the input first."
             )
-        self._runs_to_end = _ends_in_rrelu(output)
-        self._read = [(tensor, version(tensor)) for tensor in self._around()]
+        self._runs_to_end = self._first[-2:-1] == self._first[-1:] and _ends_in_rrelu(output)
+        self._read = list(self._around())
+        self._versions = versions_of(self._read)
         return output
 
     def _around(self) -> Iterator[torch.Tensor]:
         """Yield the tensors that the function may read beside its inputs, and does not write."""
-        yield from self._tensors
+        yield from self._reached.tensors
         for module in self.modules:
-            yield from (p for p in module._parameters.values() if p is not None)
+            if module._parameters:
+                yield from (p for p in module._parameters.values() if p is not None)
             if module._buffers and not (module.training and isinstance(module, _NormBase)):
                 for name, buffer in module._buffers.items():
                     if buffer is not None and not self._buffers.wrote(module, name):
@@ -138,37 +144,61 @@ class Region:
     def _watching(self) -> Iterator[None]:
         """Note what the first pass saves, and say by name what PyTorch finds to differ."""
         pack, unpack = top_hooks()
-        note = self._noted if self._how.check_values else facts
+        noted = self._first.append
 
         def save(tensor: torch.Tensor) -> Any:
-            self._first.append(note(tensor))
-            return pack(tensor), len(self._first) - 1
+            noted((tensor.shape, tensor.dtype))
+            return pack(tensor)
 
-        def recall(saved: tuple[Any, int]) -> torch.Tensor:
-            packed, index = saved
-            changed = "" if self._second else self._changed_inputs()
-            if changed:
-                raise mismatch(self._name, f"{changed} has been changed in place", "in_place")
+        def recall(packed: Any) -> torch.Tensor:
+            if not self._second:
+                self._refuse_changed_inputs()
             try:
                 tensor: torch.Tensor = unpack(packed)
             except CheckpointError as error:
                 raise self._difference_in_number() from error
-            if self._how.check_values:
-                self._compare(index, tensor)
             return tensor
 
-        with saved_tensors_hooks(save, recall):
+        checked = self._how.check_values
+        hooks = self._comparing_values(save, recall) if checked else (save, recall)
+        with saved_tensors_hooks(*hooks):
             yield
+
+    def _comparing_values(
+        self, save: Callable[[torch.Tensor], Any], recall: Callable[[Any], torch.Tensor]
+    ) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
+        samples: list[Any] = []
+
+        def save_with_sample(tensor: torch.Tensor) -> Any:
+            samples.append(self._sampled(tensor))
+            return save(tensor), len(samples) - 1
+
+        def compare(saved: tuple[Any, int]) -> torch.Tensor:
+            packed, index = saved
+            tensor = recall(packed)
+            if samples[index] is not None and differs(samples[index], sample(tensor)):
+                what = f"saved tensor {index} ({shown(*self._first[index])}) has other values"
+                raise mismatch(self._name, what, self._cause("randomness"))
+            return tensor
+
+        return save_with_sample, compare
+
+    def _refuse_changed_inputs(self) -> None:
+        changed = self._changed_inputs()
+        if changed:
+            raise mismatch(self._name, f"{changed} has been changed in place", "in_place")
 
     @contextmanager
     def _second_pass(self) -> Iterator[None]:
         pack, unpack = top_hooks()
-        self._second = []
+        first = self._first
+        self._second = second = list[tuple[Any, ...]]()
 
         def save(tensor: torch.Tensor) -> Any:
-            index = len(self._second)
-            self._second.append(facts(tensor))
-            if index < len(self._first) and self._first[index][:2] != self._second[index]:
+            found = tensor.shape, tensor.dtype
+            index = len(second)
+            second.append(found)
+            if index < len(first) and first[index] != found:
                 raise self._difference(index)
             try:
                 return pack(tensor)
@@ -177,19 +207,29 @@ class Region:
                     return tensor
                 raise
 
-        changed = {id(t): t for t, was in self._read if version(t) != was}
         with ExitStack() as stack:
-            stack.enter_context(as_they_were(self._flags, "training"))
-            stack.enter_context(self._places.as_they_were())
-            stack.enter_context(statistics_untouched(self.modules))
-            stack.enter_context(self._buffers.as_they_were())
-            if self._streams is not None:
-                stack.enter_context(self._streams.replayed())
-            stack.enter_context(self._precision())
-            if changed:
-                stack.enter_context(_Guarded(changed, self._changed_parameter))
-            stack.enter_context(saved_tensors_hooks(save, unpack))
-            yield
+            for differing in self._to_restore():
+                stack.enter_context(differing)
+            with statistics_untouched(self.modules), saved_tensors_hooks(save, unpack):
+                yield
+
+    def _to_restore(self) -> Iterator[AbstractContextManager[Any]]:
+        """Yield what puts back what has changed since the first pass; most often nothing has."""
+        if any(module.training != was for module, was in self._flags):
+            yield as_they_were(self._flags, "training")
+        if self._places.exchanged():
+            yield self._places.as_they_were()
+        if self._buffers.written:
+            yield self._buffers.as_they_were()
+        if self._streams is not None and self._streams.drawn:
+            yield self._streams.replayed()
+        if self._precision is not None:
+            yield self._precision()
+        versions = versions_of(self._read)
+        if versions != self._versions:
+            pairs = zip(self._read, versions, self._versions, strict=True)
+            changed = {id(tensor): tensor for tensor, now, was in pairs if now != was}
+            yield _Guarded(changed, self._changed_parameter)
 
     def _changed_parameter(self, tensor: torch.Tensor) -> RecomputeMismatchError:
         what = f"a tensor of shape {tuple(tensor.shape)}"
@@ -201,7 +241,7 @@ class Region:
 
     def _difference(self, index: int) -> RecomputeMismatchError:
         """Say how the second pass differs in what it saves, at a place or in number."""
-        first, second = self._first[index][:2], self._second[index]
+        first, second = self._first[index], self._second[index]
         what = f"saved tensor {index} was {shown(*first)} and is {shown(*second)}"
         likely = "cache" if first[1] == second[1] else "autocast"
         return mismatch(self._name, what, self._cause(likely))
@@ -221,19 +261,24 @@ class Region:
             return "mode"
         return otherwise
 
-    def _noted(self, tensor: torch.Tensor) -> tuple[Any, ...]:
-        if tensor.layout != torch.strided:
-            return (*facts(tensor), None)
+    def _sampled(self, tensor: torch.Tensor) -> Any:
+        """Return some of a saved tensor's values, or None where they may differ."""
         # Running statistics are saved too, and move on; training does not read them.
         buffers = (b for m in self.modules for b in m._buffers.values() if b is not None)
-        moving = any(tensor.data_ptr() == buffer.data_ptr() for buffer in buffers)
-        return (*facts(tensor), None if moving else sample(tensor))
+        if tensor.layout != torch.strided or tensor.data_ptr() in {b.data_ptr() for b in buffers}:
+            return None
+        return sample(tensor)
 
-    def _compare(self, index: int, tensor: torch.Tensor) -> None:
-        shape, dtype, first = self._first[index]
-        if first is not None and differs(first, sample(tensor)):
-            what = f"saved tensor {index} ({shown(shape, dtype)}) has other values"
-            raise mismatch(self._name, what, self._cause("randomness"))
+
+def _apart(
+    args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[list[torch.Tensor], Callable[[Sequence[torch.Tensor]], tuple[Any, Any]]]:
+    """Return the tensors in the inputs, and what makes inputs of others in their places."""
+    if not kwargs and all(is_tensor(value) for value in args):
+        return list(args), lambda given: (given, {})
+    tensors: list[torch.Tensor] = []
+    template = take_apart(snapshot((tuple(args), dict(kwargs))), torch.Tensor, tensors)
+    return tensors, lambda given: fill(snapshot(template), given)
 
 
 @contextmanager
@@ -288,7 +333,10 @@ def top_hooks() -> Any:
 
 
 def _ends_in_rrelu(output: Any) -> bool:
-    """Say whether one of the last operations, before any that must save something, is RReLU."""
+    """Say whether one of the last operations, before any that must save something, is RReLU.
+
+    Its noise and its input, which are of one shape and type, are what was saved last then.
+    """
     nodes = [t.grad_fn for t in leaves(output, torch.Tensor) if t.grad_fn is not None]
     for _ in range(_LAST_OPERATIONS):
         if not nodes:

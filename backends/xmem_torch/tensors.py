@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,18 +16,37 @@ def version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return the version counters of tensors."""
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:  # inference tensors are among them
+        return [version(tensor) for tensor in tensors]
+
+
+class _Known(dict[type, bool]):
+    """Whether a type is a tensor's; asking PyTorch each time takes ten times as long."""
+
+    def __missing__(self, kind: type) -> bool:
+        self[kind] = issubclass(kind, torch.Tensor)
+        return self[kind]
+
+
+_tensor_types = _Known()
+
+
+def is_tensor(value: Any) -> bool:
+    """Say whether a value is a tensor."""
+    return _tensor_types[type(value)]
+
+
 def versions(tree: Any) -> tuple[int, ...]:
     """Return the version counters of the tensors in nested containers."""
     return tuple(version(tensor) for tensor in leaves(tree, torch.Tensor))
 
 
-def facts(tensor: torch.Tensor) -> tuple[Any, Any]:
-    """Return the shape and the type."""
-    return tensor.shape, tensor.dtype
-
-
 def shown(shape: Any, dtype: Any) -> str:
-    """Return the text of them."""
+    """Return the text of a tensor's shape and type."""
     return f"{tuple(shape)} {str(dtype).removeprefix('torch.')}"
 
 
