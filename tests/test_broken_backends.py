@@ -45,8 +45,20 @@ CAUGHT_BY = {
     ],
     "forgetful_meter": ["test_the_peak_stays_until_it_is_reset"],
     "wrong_gradients": ["test_gradients_agree_with_finite_differences"],
-    "noop_autocast": ["test_autocast_lowers_what_is_kept"],
+    "noop_autocast": [
+        "test_autocast_lowers_what_is_kept",
+        "test_half_precision_is_reported_and_close_and_gone_after_the_block",
+        "test_its_receipt_says_what_it_saves",
+    ],
+    "stepping_scaler": ["test_an_overflow_changes_no_parameter_no_state_and_no_count"],
+    "stuck_scaler": ["test_the_scale_follows_the_overflows"],
+    "masterless_cast": ["test_a_cast_model_with_masters_learns_what_float32_learns"],
+    "unclipped_gradients": ["test_gradients_are_clipped_to_their_norm"],
+    "keeping_no_grad": ["test_without_gradients_outputs_hold_nothing_but_themselves"],
+    "holding_log": ["test_logged_values_hold_nothing"],
+    "unfinished_micro_batches": ["test_more_micro_batches_take_no_more_memory"],
 }
+LAZY_ONLY = {"unfinished_micro_batches"}  # where everything runs at once there is nothing to finish
 
 
 def run_suite(backend, folder, *options):
@@ -76,7 +88,11 @@ def test_every_lie_is_expected_to_be_caught():
 @pytest.mark.parametrize(
     ("base", "lie"),
     [
-        *[pytest.param("torch", lie, marks=pytest.mark.torch) for lie in LIES],
+        *[
+            pytest.param("torch", lie, marks=pytest.mark.torch)
+            for lie in LIES
+            if lie not in LAZY_ONLY
+        ],
         *[
             pytest.param("jittor", lie, marks=pytest.mark.jittor)
             for lie in (
@@ -84,6 +100,10 @@ def test_every_lie_is_expected_to_be_caught():
                 "redrawing_checkpoint",
                 "constant_meter",
                 "wrong_gradients",
+                "noop_autocast",
+                "stepping_scaler",
+                "keeping_no_grad",
+                "unfinished_micro_batches",
             )
         ],
     ],

@@ -72,7 +72,7 @@ def test_the_command_line_imports_only_what_a_verb_needs():
     [
         (["compar"], "compare", "backends, compare"),
         (["compare", "--backend", "crashi"], "crashy", "crashy"),
-        (["compare", "--workload", "resnet81"], "resnet18", "bert, gpt2, mlp"),
+        (["compare", "--workload", "resnet81"], "resnet18", "bert, gpt2, gpt2-text, mlp"),
         (["compare", "--technique", "chekpoint"], "checkpoint", "autocast, baseline, checkpoint"),
         (["compare", "--preset", "quik"], "quick", "paper, quick, standard"),
         (["compare", "--device", "cude"], "cuda", "auto, cpu, cuda"),

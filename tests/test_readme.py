@@ -75,3 +75,21 @@ def test_the_example_runs(backend):
     assert len(peaks) == 3
     losses = [float(v) for v in re.findall(r"loss ([\d.]+)", ran.stdout)]
     assert losses[2] < losses[0]
+
+
+@pytest.mark.parametrize("backend", ["torch", "jittor"])
+def test_one_loop_runs_on_both(backend):
+    if importlib.util.find_spec(backend) is None:
+        pytest.skip(f"{backend} is not installed")
+    script = ROOT / "examples" / "train_either.py"
+    ran = subprocess.run(
+        [sys.executable, script, backend],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    losses = [float(v) for v in re.findall(r"loss ([\d.]+)", ran.stdout)]
+    assert len(losses) == 5
+    assert losses[-1] < 0.9 * losses[0]

@@ -4,19 +4,7 @@
 native to it. Importing xmem imports no framework.
 """
 
-from xmem.api import (
-    active,
-    apply_checkpointing,
-    autocast,
-    backends,
-    backward,
-    checkpoint,
-    measure,
-    observe,
-    optimizer_step,
-    use,
-    zero_grad,
-)
+from xmem.api import active, apply_checkpointing, backends, checkpoint, measure, observe, use
 from xmem.errors import (
     BackendError,
     BackendLoadError,
@@ -39,6 +27,19 @@ from xmem.errors import (
     XmemWarning,
 )
 from xmem.layouts import KeyLayers
+from xmem.loop import (
+    accumulate,
+    autocast,
+    backward,
+    cast_model,
+    clip_grad_norm_,
+    inference,
+    log_value,
+    no_grad,
+    optimizer_step,
+    zero_grad,
+)
+from xmem.scaling import GradScaler
 
 __version__ = "0.1.0"
 
@@ -49,6 +50,7 @@ __all__ = [
     "BackendUnavailableError",
     "CapabilityError",
     "CompositionError",
+    "GradScaler",
     "InfeasibleBudgetError",
     "InvalidScheduleError",
     "KeyLayers",
@@ -64,13 +66,19 @@ __all__ = [
     "XmemError",
     "XmemWarning",
     "__version__",
+    "accumulate",
     "active",
     "apply_checkpointing",
     "autocast",
     "backends",
     "backward",
+    "cast_model",
     "checkpoint",
+    "clip_grad_norm_",
+    "inference",
+    "log_value",
     "measure",
+    "no_grad",
     "observe",
     "optimizer_step",
     "use",

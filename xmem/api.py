@@ -1,10 +1,12 @@
-"""The neutral functions: find the active backend, delegate, nothing more."""
+"""The neutral functions: find the active backend, delegate, nothing more.
+
+Those of the training loop are in `xmem.loop`.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from xmem.errors import NoActiveBackendError
@@ -194,34 +196,3 @@ def apply_checkpointing(
         preserve_rng=preserve_rng,
         check_values=check_values,
     )
-
-
-def autocast(
-    dtype: str = "auto", *, keep_fp32: Sequence[str] = (), enabled: bool = True
-) -> AbstractContextManager[Any]:
-    """Compute in half precision inside a `with` block; parameters and gradients stay float32.
-
-    Args:
-        dtype: "auto" (what this framework and device do best), "bfloat16" or "float16".
-        keep_fp32: names of operations to leave in float32.
-        enabled: False makes a region of plain precision.
-
-    Raises:
-        CapabilityError: the active backend does not offer this type, with the reason.
-    """
-    return active().precision.autocast(dtype, keep_fp32=keep_fp32, enabled=enabled)
-
-
-def backward(loss: Any, optimizer: Any) -> None:
-    """Compute the gradients of a scalar loss for the optimizer's parameters."""
-    active().training.backward(loss, optimizer)
-
-
-def optimizer_step(optimizer: Any) -> None:
-    """Update the parameters from the gradients that `backward` left."""
-    active().training.optimizer_step(optimizer)
-
-
-def zero_grad(optimizer: Any) -> None:
-    """Forget the gradients and give their memory back."""
-    active().training.zero_grad(optimizer)

@@ -7,8 +7,11 @@ here. Frameworks are told apart by the types that are asked for.
 
 from __future__ import annotations
 
+import dis
 import functools
+import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
@@ -80,3 +83,39 @@ def _globals(value: Any) -> Iterator[Any]:
     if isinstance(code, CodeType):
         known = getattr(value, "__globals__", {})
         yield from (known[name] for name in code.co_names if name in known)
+
+
+@dataclass(frozen=True)
+class Names:
+    """Variables in a function's code and in that of functions inside it.
+
+    Attributes:
+        globals: those that are global, or may be.
+        written: of them and of those of outer functions, those that it assigns to.
+    """
+
+    globals: tuple[str, ...]
+    written: frozenset[str]
+
+
+_known: dict[int, tuple[weakref.ref[CodeType], Names]] = {}
+
+
+def names_in(code: CodeType) -> Names:
+    """Find them, once for each code object."""
+    known = _known.get(id(code))
+    if known is not None and known[0]() is code:
+        return known[1]
+    read, written, pending = set(), set(), [code]
+    while pending:
+        part = pending.pop()
+        pending.extend(const for const in part.co_consts if isinstance(const, CodeType))
+        for step in dis.get_instructions(part):
+            if step.opname.endswith("_GLOBAL"):
+                read.add(step.argval)
+            if step.opname in ("STORE_GLOBAL", "STORE_DEREF", "DELETE_GLOBAL", "DELETE_DEREF"):
+                written.add(step.argval)
+    found = Names(tuple(sorted(read)), frozenset(written))
+    number = id(code)
+    _known[number] = weakref.ref(code, lambda _: _known.pop(number, None)), found
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,14 +13,14 @@ def leaves(tree: Any, kind: type | tuple[type, ...]) -> list[Any]:
     """Return the leaves of a type, in order; everything else is passed over.
 
     Args:
-        tree: a leaf, or lists, tuples, sets and mappings of such; None has no leaves.
+        tree: a leaf, or lists, tuples, sets, deques and mappings of such; None has no leaves.
         kind: the type of the leaves.
     """
     if isinstance(tree, kind):
         return [tree]
     if isinstance(tree, Mapping):
         tree = list(tree.values())
-    if isinstance(tree, (list, tuple, set, frozenset)):
+    if isinstance(tree, (list, tuple, set, frozenset, deque)):
         return [leaf for item in tree for leaf in leaves(item, kind)]
     return []
 

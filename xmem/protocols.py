@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from xmem.records import (
     CATEGORIES,
+    Cast,
     Category,
     Cost,
     Counters,
@@ -25,10 +26,12 @@ from xmem.records import (
 if TYPE_CHECKING:
     import numpy as np
 
+    from xmem.casting import Casting
     from xmem.workloads.spec import Layer
 
 __all__ = [
     "CATEGORIES",
+    "Cast",
     "Category",
     "Checkpoint",
     "Cost",
@@ -38,6 +41,7 @@ __all__ = [
     "Models",
     "Precision",
     "Recompute",
+    "Scaler",
     "Session",
     "Tagged",
     "Training",
@@ -194,19 +198,79 @@ class Precision(Protocol):
 
     gaps: Mapping[str, str]
 
-    def default_dtype(self) -> str:
-        """Return what "auto" means here: the half type this device computes best."""
+    def check_dtype(self, dtype: str) -> str:
+        """Return the half type that a name means: "auto" is what this device computes best.
 
-    def autocast(
-        self, dtype: str, *, keep_fp32: Sequence[str] = (), enabled: bool = True
-    ) -> AbstractContextManager[Any]:
-        """Run what is safe in a half type inside a `with` block.
+        Raises:
+            UsageError: there is no such type.
+            CapabilityError: this backend does not offer it, with the reason.
+        """
+
+    def autocast(self, casting: Casting) -> AbstractContextManager[Any]:
+        """Compute what is safe in a half type inside a `with` block.
+
+        Enters `xmem.casting.in_force(casting)`, tells `casting` what runs (`Casting.note`), and has
+        recomputed regions enter `casting.again()`. A casting that is not enabled makes a region of
+        plain precision, also inside another block. Nothing is left behind after the block.
+        """
+
+    def raised(self, value: Any) -> Any:
+        """Return a half tensor in float32, as part of the graph; all else as it is."""
+
+    def make_scaler(
+        self,
+        *,
+        init_scale: float,
+        growth_factor: float,
+        backoff_factor: float,
+        growth_interval: int,
+        enabled: bool,
+    ) -> Scaler:
+        """Return what `xmem.GradScaler` delegates to."""
+
+    def cast_model(self, model: Any, dtype: str, optimizer: Any) -> Cast:
+        """Turn parameters and buffers into a half type; running statistics stay float32.
 
         Args:
-            dtype: "auto", "bfloat16" or "float16".
-            keep_fp32: names of operations to leave in float32.
-            enabled: False makes a region of plain precision, also inside another block.
+            model: the module; nothing of it is changed if an error is raised.
+            dtype: the half type.
+            optimizer: gets float32 masters of the model's parameters, from what these were before,
+                in their places, with its state kept; or None. Its gradients are the masters', in
+                float32, as soon as backward has made them. After each step the parameters are
+                the masters, rounded.
+
+        Raises:
+            UsageError: the model is in half precision already, or the optimizer's parameters are
+                not the model's.
         """
+
+
+class Scaler(Protocol):
+    """What scales losses on a backend; the checks of order are in `xmem.GradScaler`."""
+
+    def scale(self, loss: Any) -> Any:
+        """Return the loss times the scale."""
+
+    def unscale_(self, optimizer: Any) -> None:
+        """Divide the optimizer's gradients by the scale, and note whether all are finite."""
+
+    def step(self, optimizer: Any) -> Any:
+        """Unscale if that has not been done, and step if all gradients are finite.
+
+        Else no parameter, no state and no count of steps changes.
+        """
+
+    def update(self, new_scale: float | None) -> None:
+        """Set a new scale, or let it back off or grow."""
+
+    def get_scale(self) -> float:
+        """Return the scale."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scale, factors, interval and count of finite steps, as PyTorch names them."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up what `state_dict` gave."""
 
 
 @runtime_checkable
@@ -225,11 +289,50 @@ class Training(Protocol):
     def backward(self, loss: Any, optimizer: Any) -> None:
         """Compute the gradients of a scalar loss for the optimizer's parameters."""
 
-    def optimizer_step(self, optimizer: Any) -> None:
-        """Update the parameters from the gradients that `backward` left."""
+    def optimizer_step(self, optimizer: Any) -> Any:
+        """Update the parameters from the gradients that `backward` left.
+
+        Raises:
+            UsageError: there are no gradients.
+        """
 
     def zero_grad(self, optimizer: Any) -> None:
         """Forget the gradients and give their memory back."""
+
+    def clip_grad_norm_(self, target: Any, max_norm: float, *, norm_type: float) -> Any:
+        """Scale gradients by min(1, max_norm / (norm + 1e-6)); returns the norm before, a scalar.
+
+        Args:
+            target: the optimizer; parameters too, where gradients belong to those.
+            max_norm: the largest norm, above 0.
+            norm_type: the p of the norm, above 0; infinity for the largest value.
+
+        Raises:
+            UsageError: there are no gradients.
+        """
+
+    def finish_micro_batch(self, optimizer: Any) -> None:
+        """Have nothing left of a micro-batch but gradients (a lazy framework computes them)."""
+
+    def unreduced(self, model: Any) -> AbstractContextManager[Any]:
+        """Let a data-parallel model not reduce gradients inside the block.
+
+        Raises:
+            UsageError: the model is not data-parallel.
+        """
+
+    def no_grad(self) -> AbstractContextManager[None]:
+        """Keep nothing for backward inside the block."""
+
+    def evaluating(self, model: Any) -> AbstractContextManager[int]:
+        """Put all modules of a model into evaluation mode inside the block; gives their number.
+
+        Afterwards each has its own training flag again, and each parameter wants gradients as it
+        did.
+        """
+
+    def value(self, loss: Any) -> float:
+        """Return a scalar's value; this waits for it and holds nothing."""
 
     def gradients(self, model: Any, optimizer: Any) -> dict[str, np.ndarray[Any, Any]]:
         """Return the gradients by parameter name, as float32 arrays."""

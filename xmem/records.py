@@ -5,6 +5,7 @@ The Protocols in `xmem.protocols` say who makes them and who reads them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -126,3 +127,20 @@ class Cost:
 
     saved_bytes: int
     forward_seconds: float
+
+
+@dataclass(frozen=True)
+class Cast:
+    """What became of a model that was cast to half precision.
+
+    Attributes:
+        names: the paths of the parameters and buffers that were cast.
+        saved_bytes: what they take less.
+        master_bytes: the float32 masters that the optimizer holds.
+        undo: puts float32 back, from the masters where there are any.
+    """
+
+    names: tuple[str, ...]
+    saved_bytes: int
+    master_bytes: int
+    undo: Callable[[], None]

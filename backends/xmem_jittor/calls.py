@@ -22,14 +22,15 @@ from typing import Any
 
 import jittor as jt
 
-from xmem.behind import behind
 from xmem.containers import fill, snapshot, take_apart, unchanged
 from xmem.errors import CompositionError, RecomputeMismatchError
+from xmem.kept import Found, Kept
 from xmem.mismatch import as_they_were, differs, function_name, mismatch, sample_step
 from xmem.randomness import Streams, stream_kinds
 from xmem.records import Recompute
 from xmem_jittor import notices, precision, replay
-from xmem_jittor.graph import draws, handles_of, newest_node, read_by, swapped
+from xmem_jittor.graph import depends, draws, handles_of, may_depend, newest_node, read_by, swapped
+from xmem_jittor.reach import Reach
 
 Facts = tuple[tuple[int, ...], str]
 """The shape and the type of a tensor."""
@@ -57,39 +58,6 @@ class Read:
     trained: bool
 
 
-@dataclass(frozen=True)
-class Reach:
-    """What a function can reach by itself.
-
-    Attributes:
-        modules: with all that are inside them.
-        streams: generators of random numbers.
-        buffers: tensors of the modules that ask for no gradients.
-    """
-
-    modules: list[Any]
-    streams: list[Any]
-    buffers: list[Any]
-
-    @classmethod
-    def of(cls, function: Callable[..., Any]) -> Reach:
-        """Find it."""
-        kinds = tuple(stream_kinds())
-        modules: dict[int, Any] = {}
-        streams: dict[int, Any] = {}
-        buffers: dict[int, Any] = {}
-        for found in behind(function, (jt.Module, *kinds)):
-            if isinstance(found, jt.Module):
-                modules.update((id(m), m) for m in found.modules())
-                buffers.update((id(p), p) for p in found.parameters() if p.is_stop_grad())
-            else:
-                streams[id(found)] = found
-        for module in modules.values():
-            held = (v for v in module.__dict__.values() if isinstance(v, kinds))
-            streams.update((id(v), v) for v in held)
-        return cls(list(modules.values()), list(streams.values()), list(buffers.values()))
-
-
 class Call:
     """One call of a function in a region.
 
@@ -107,6 +75,7 @@ class Call:
         reach = Reach.of(function)
         self._training = [(m, getattr(m, "is_train", True)) for m in reach.modules]
         self._buffers = [(buffer, _handle(buffer)) for buffer in reach.buffers]
+        self._kept = Kept((function, template), reach.modules, jt.Var, forward="execute")
         self._precision = precision.capture()
         self._streams = Streams(reach.streams, stream_kinds()) if how.preserve_rng else None
         self._seeds: list[int] = []
@@ -129,11 +98,9 @@ class Call:
         recording: AbstractContextManager[list[int]] = nullcontext([])
         if self._how.preserve_rng:
             recording = replay.recorded()
-        attributes = self._attributes()
         with jt.flag_scope(no_grad=1), recording as self._seeds:
             result = self._call(inputs)
-        for module, name in self._attributes() - attributes:
-            notices.warn_kept_aside(self.name, f"{module.__name__}.{name}")
+        kept = self._kept.ran()
         if self._streams is not None:
             self._streams.first_pass_ended()
         self._buffers = [
@@ -143,18 +110,36 @@ class Call:
         template = take_apart(result, jt.Var, outputs)
         self._facts = [_facts(output) for output in outputs]
         self._find_reads(outputs, newest, inputs)
+        if kept:
+            self._judge(kept, newest, inputs)
         if self._how.check_values:
             self._samples = [_sample(output) for output in outputs]
         return template, outputs
 
-    def _attributes(self) -> set[tuple[type, str]]:
-        """Return the attributes of the modules that are floating-point tensors."""
-        return {
-            (type(module), name)
-            for module, _ in self._training
-            for name, value in module.__dict__.items()
-            if isinstance(value, jt.Var) and value.dtype.is_float()
-        }
+    def _judge(self, kept: Sequence[Found], newest: int, inputs: Sequence[Any]) -> None:
+        """Warn of variables and attributes with tensors of the first pass; refuse containers."""
+        given = {id(v) for v in inputs}
+        new = [f for f in kept if f.leaf.id > newest or id(f.leaf) in given]
+        new = [f for f in new if f.leaf.dtype.is_float() and not notices.told_of(f)]
+        if not any(may_depend(f.leaf, newest) for f in new):
+            return
+        with self._tried(inputs) as (_, views, newest):
+            for found in self._kept.found():
+                if found.leaf.dtype.is_float() and depends(found.leaf, newest, views):
+                    notices.tell_of_kept(self.name, found)
+
+    @contextmanager
+    def _tried(self, inputs: Sequence[Any]) -> Iterator[tuple[list[Any], list[Any], int]]:
+        """Call the function once more, with gradients, without a trace after the block.
+
+        Yields the tensors it returns, those it is given, and the newest node before.
+        """
+        with self._as_it_was():
+            views = [v.detach() if v.is_stop_grad() else v.detach().start_grad() for v in inputs]
+            newest = newest_node()
+            outputs: list[Any] = []
+            take_apart(self._call(views), jt.Var, outputs)
+            yield outputs, views, newest
 
     def _find_reads(self, outputs: list[Any], newest: int, inputs: Sequence[Any]) -> None:
         """Find what the function read beside its inputs."""
@@ -162,13 +147,7 @@ class Call:
         if executed:
             # Somebody waited for a value in the first pass, which forgets its graph then; a graph
             # with gradients does not.
-            with self._as_it_was():
-                views = [
-                    v.detach() if v.is_stop_grad() else v.detach().start_grad() for v in inputs
-                ]
-                newest = newest_node()
-                outputs = []
-                take_apart(self._call(views), jt.Var, outputs)
+            with self._tried(inputs) as (outputs, views, newest):
                 found, _ = read_by(outputs, newest, views)
         if self._how.preserve_rng and draws(outputs, newest):
             raise CompositionError(f"{self.name!r} cannot be recomputed: {replay.NOT_REPLAYED}")
@@ -194,6 +173,7 @@ class Call:
                 stack.enter_context(self._streams.replayed())
             stack.enter_context(as_they_were(training, "is_train"))
             stack.enter_context(self._precision())
+            stack.enter_context(self._kept.as_it_was())
             stack.enter_context(swapped(handles, views))
             stack.enter_context(swapped([buffer for buffer, _ in buffers], thrown_away))
             try:
@@ -244,6 +224,7 @@ class Call:
     def release(self) -> None:
         """Let go of all tensors."""
         self._template, self._buffers, self._samples, self.reads = None, [], [], []
+        self._kept.release()
 
     def _compare(self, outputs: Sequence[Any]) -> None:
         error = self._difference([_facts(output) for output in outputs])

@@ -12,6 +12,7 @@ plain Jittor neither. Only first derivatives; second ones are refused. Gradients
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MethodType
 from typing import Any
 
 import jittor as jt
@@ -90,7 +91,8 @@ class Checkpoint:
     ) -> Callable[[], None]:
         """Set an instance attribute `execute`, which `Module.__call__` finds first."""
         before = module.__dict__.get("execute")
-        module.execute = wrap(module.execute)
+        # Looked up in each call: autocast replaces the class's own while it is in force.
+        module.execute = wrap(MethodType(_execute, module) if before is None else before)
 
         def undo() -> None:
             if before is None:
@@ -99,3 +101,7 @@ class Checkpoint:
                 module.execute = before
 
         return undo
+
+
+def _execute(module: Any, *args: Any, **kwargs: Any) -> Any:
+    return type(module).execute(module, *args, **kwargs)

@@ -19,8 +19,8 @@ from xmem.containers import fill, take_apart
 from xmem.randomness import Streams, stream_kinds
 from xmem.records import Cost
 from xmem_jittor import native, replay
-from xmem_jittor.calls import Reach
 from xmem_jittor.graph import handles_of, newest_node, reached, read_by, swapped
+from xmem_jittor.reach import Reach
 from xmem_jittor.regions import Feed
 
 _BEFORE, _AFTER = 0, 1

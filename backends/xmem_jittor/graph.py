@@ -84,6 +84,27 @@ def reached(outputs: Sequence[Any], targets: Sequence[Any]) -> list[bool]:
     return [bool(flag) for flag in flags[: len(targets)]]
 
 
+def depends(var: Any, newest: int, inputs: Sequence[Any]) -> bool:
+    """Say whether gradients of a new tensor come to an input, or to what was there before a node.
+
+    Of what was there before itself only an input counts.
+    """
+    if var.id <= newest:
+        return not var.is_stop_grad() and any(var is v for v in inputs)
+    addresses, _ = read_by([var], newest, inputs)
+    targets = [*inputs, *(handles[0] for handles in handles_of(addresses))]
+    return any(reached([var], [v for v in targets if v.dtype.is_float() and not v.is_stop_grad()]))
+
+
+def may_depend(var: Any, newest: int) -> bool:
+    """Say whether a tensor computed without gradients would ask for some, computed with them.
+
+    What has been detached would not. What was computed under `jt.no_grad` looks as if it would, and
+    so does what has been waited for.
+    """
+    return bool(native.graph().xmem_jittor_may_depend(var.var_ptr, newest))
+
+
 def tape_of(var: Any) -> int:
     """Return the place on the tape, an address, through which gradients of a taped tensor pass."""
     return int(native.graph().xmem_jittor_tape_of(var.var_ptr))

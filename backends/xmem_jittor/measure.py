@@ -24,6 +24,7 @@ from xmem.errors import MeasurementError
 from xmem.protocols import CATEGORIES, Category, Counters, Tagged
 from xmem.sizes import parse_size
 from xmem_jittor import native
+from xmem_jittor.masters import masters_of
 
 _CODES: dict[str, int] = {category: code for code, category in enumerate(CATEGORIES)}
 
@@ -95,12 +96,14 @@ class Measure:
         held = [p for module in leaves(model, jt.Module) for p in module.parameters()]
         known = {id(p) for p in held}
         given = [p for group in _groups(optimizer) for p in group["params"]]
+        masters = masters_of(optimizer)
+        known |= {id(master) for master in masters}
         return {
             "parameter": [p for p in held if not p.is_stop_grad()]
             + [p for p in given if id(p) not in known],
             "buffer": [p for p in held if p.is_stop_grad()],
             "gradient": [g for group in _groups(optimizer) for g in group.get("grads", ())],
-            "optimizer": [v for group in _groups(optimizer) for v in _states(group)],
+            "optimizer": [v for group in _groups(optimizer) for v in _states(group)] + masters,
             "input": list(leaves(inputs, jt.Var)),
         }
 

@@ -21,7 +21,7 @@ from jittor import nn
 
 from xmem.errors import UsageError, unknown
 from xmem.workloads import spec as declared
-from xmem_jittor import regions
+from xmem_jittor.kinds import Kind, apply
 
 _MASKED = -6e4  # fits into float16, and the softmax of it is exactly 0
 
@@ -113,16 +113,18 @@ class GroupNorm(nn.GroupNorm):
 
     def execute(self, x: Any) -> Any:
         """Normalise (batch, channels, *space)."""
+        return apply(Kind("group_norm"), self._normalised, [x, self.weight, self.bias])
+
+    def _normalised(self, x: Any, weight: Any, bias: Any) -> Any:
         batch, channels = x.shape[:2]
-        dtype, x = x.dtype, x.float32()
         grouped = x.reshape((batch, self.num_groups, channels // self.num_groups, *x.shape[2:]))
         mean = _mean(grouped, 2).unsqueeze(2)
         variance = (_mean(grouped * grouped, 2).unsqueeze(2) - mean * mean).maximum(0.0)
-        scale = self.weight.reshape((1, self.num_groups, -1)) / jt.sqrt(variance + self.eps)
-        shift = self.bias.reshape((1, self.num_groups, -1)) - mean * scale
+        scale = weight.reshape((1, self.num_groups, -1)) / jt.sqrt(variance + self.eps)
+        shift = bias.reshape((1, self.num_groups, -1)) - mean * scale
         space = list(range(3, grouped.ndim))
         y = grouped * scale.broadcast(grouped, space) + shift.broadcast(grouped, space)
-        return y.reshape(x.shape).cast(dtype)
+        return y.reshape(x.shape)
 
 
 class Conv3d(nn.Conv3d):
@@ -156,7 +158,6 @@ class Conv3d(nn.Conv3d):
         images = x.reindex(
             [batch, padded, channels, height, width], ["i0", "i2", f"i1-{margin}", "i3", "i4"]
         ).reshape((batch * padded, channels, height, width))
-        images = regions.rounded(images, "conv")
         depths = (padded - slices) // step + 1
         last = step * (depths - 1) + 1
         parts = []
@@ -192,21 +193,25 @@ class Models:
 
     def loss(self, kind: str, output: Any, target: Any) -> Any:
         """Return the scalar loss, computed in float32."""
-        output = output.float32()
-        match kind:
-            case "mse":
-                return _mean((output - target).sqr(), 1).mean()
-            case "cross_entropy":
-                return _cross_entropy(output, target, axis=output.ndim - 1)
-            case "cross_entropy_channels":
-                return _cross_entropy(output, target, axis=1)
-            case _:
-                known = ("mse", "cross_entropy", "cross_entropy_channels")
-                raise UsageError(unknown("loss", kind, known))
+        return apply(Kind("loss", raises=True), lambda v: _loss(kind, v, target), [output])
 
     def item(self, loss: Any) -> float:
         """Return a scalar's value; waits for it and for what was asked for before."""
         return float(loss.item())
+
+
+def _loss(kind: str, output: Any, target: Any) -> Any:
+    output = output.float32()
+    match kind:
+        case "mse":
+            return _mean((output - target).sqr(), 1).mean()
+        case "cross_entropy":
+            return _cross_entropy(output, target, axis=output.ndim - 1)
+        case "cross_entropy_channels":
+            return _cross_entropy(output, target, axis=1)
+        case _:
+            known = ("mse", "cross_entropy", "cross_entropy_channels")
+            raise UsageError(unknown("loss", kind, known))
 
 
 def _cross_entropy(output: Any, target: Any, *, axis: int) -> Any:

@@ -8,6 +8,7 @@ from typing import NoReturn
 import jittor as jt
 
 from xmem.errors import CompositionError, XmemWarning
+from xmem.kept import Found
 
 _EAGER = (
     "jt.flags.lazy_execution is 0, which keeps every tensor that Python sees. Checkpointed regions"
@@ -44,13 +45,28 @@ def refuse_filled_containers(name: str) -> NoReturn:
     )
 
 
-def warn_kept_aside(name: str, attribute: str) -> None:
-    """Say, once for each attribute, that it carries no gradient."""
-    if attribute not in _aside_told:
-        _aside_told.add(attribute)
+def told_of(found: Found) -> bool:
+    """Say whether a tensor's place needs no telling: its warning has been given."""
+    return found.bound and found.place in _aside_told
+
+
+def tell_of_kept(name: str, found: Found) -> None:
+    """Say that a tensor put elsewhere carries no gradient.
+
+    One in a container is refused. One in an attribute or a variable is warned of, once for each:
+    models keep their last output there to be looked at.
+    """
+    if not found.bound:
+        raise CompositionError(
+            f"the checkpointed {name!r} puts a tensor that it computes into a list or a dict, in"
+            f" {found.place}. On Jittor it would carry no gradient there. Let the function return"
+            " it and store what the region returns, or store y.detach() if no loss is made of it."
+        )
+    if found.place not in _aside_told:
+        _aside_told.add(found.place)
         warnings.warn(
-            f"the checkpointed {name!r} has put a tensor into {attribute}. On Jittor it carries no"
-            " gradient; if a loss is to be made of it, let the function return it.",
+            f"the checkpointed {name!r} has put a tensor into {found.place}. On Jittor it carries"
+            " no gradient; if a loss is to be made of it, let the function return it.",
             XmemWarning,
             stacklevel=3,
         )

@@ -1,143 +1,254 @@
-"""What autocast puts in the place of Jittor's operations.
+"""What autocast puts in the place of Jittor's operations, those of `jittor.nn` 1.3.11 and others.
 
 See `precision.py`. Each maker gets an operation's name and the original, and returns what runs
-instead: the original where no half precision is in force.
+instead: the original where no block is entered in this thread.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jittor as jt
-from jittor import nn, pool
+from jittor import attention, nn, pool
 
-from xmem_jittor.regions import apply, in_force, is_float
+from xmem.casting import Casting, current, in_force
+from xmem_jittor import derivatives
+from xmem_jittor.kinds import Kind, apply, call, plain
+from xmem_jittor.ledger import tell
+from xmem_jittor.regions import is_float, raised
+
+Original = Callable[..., Any]
+Maker = Callable[[str, Original], Original]
 
 
-def _elementwise(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep the input in half where it is in half already; float32 stays float32."""
+def _function(activations: int = 1) -> Maker:
+    """Replace operation(x, ...); floating-point tensors after the first few are weights."""
 
+    def make(name: str, original: Original) -> Original:
+        kind = Kind(name, activations)
+
+        @functools.wraps(original)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if current() is None:
+                return original(*args, **kwargs)
+            return call(kind, original, args, kwargs)
+
+        return run
+
+    return make
+
+
+def _elementwise(name: str, original: Original) -> Original:
+    """Replace operation(x, ...); where its output tells the derivative, that is what is kept."""
+    kind = Kind(name)
+
+    @functools.wraps(original)
     def run(x: Any, *args: Any, **kwargs: Any) -> Any:
-        if in_force() is None or not is_float(x) or x.dtype == "float32":
+        if current() is None or not is_float(x):
             return original(x, *args, **kwargs)
-        return apply(name, lambda v: original(v, *args, **kwargs), [x])
+        derivative = derivatives.of(name, *args, **kwargs)
+        return apply(kind, lambda v: original(v, *args, **kwargs), [x], derivative=derivative)
 
     return run
 
 
-def _product(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    def run(a: Any, b: Any) -> Any:
-        return apply(name, original, [a, b])
+def _softmax(name: str, original: Original) -> Original:
+    halved = _elementwise(name, original)
+    logarithmic = Kind(name, raises=True)  # logarithms near 0 need more than 11 bits
+
+    @functools.wraps(original)
+    def run(x: Any, dim: Any = None, log: bool = False) -> Any:
+        if log and current() is not None:
+            return call(logarithmic, original, (x, dim, log), {})
+        return halved(x, dim, log)
 
     return run
 
 
-def _weighted(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace operation(x, weight, bias=None, ...)."""
+def _module(name: str, original: Original) -> Original:
+    """Replace a module's execute(x); it runs with another weight and bias in their places."""
 
-    def run(x: Any, weight: Any, bias: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if in_force() is None:
-            return original(x, weight, bias, *args, **kwargs)
-        tensors = [x, weight] if bias is None else [x, weight, bias]
-        return apply(
-            name,
-            lambda v, w, b=None: original(v, w, b, *args, **kwargs),
-            tensors,
-            weights=(1, 2),
-        )
+    def execute(self: Any, x: Any) -> Any:
+        if current() is None or not is_float(x):
+            return original(self, x)
+        state = dict(self.__dict__)  # also its mode, which may be another one in backward
+        weights = {n: w for n in ("weight", "bias") if is_float(w := state.get(n))}
+        statistics = {
+            n: v.detach().stop_grad()
+            for n in ("running_mean", "running_var")
+            if (v := state.get(n)) is not None
+        }
+        runs = itertools.count()
 
-    return run
+        def operation(v: Any, *values: Any) -> Any:
+            changed = dict(zip(weights, values, strict=True))
+            if next(runs):  # what a second run writes to running statistics is dropped unread
+                changed |= statistics
+            return original(_twin(self, {**state, **changed}), v)
+
+        # Jittor's kernels for depthwise convolution on CUDA take float32.
+        kind = Kind(name, upcasts="depthwise_conv" in state)
+        return apply(kind, operation, [x, *weights.values()])
+
+    return execute
 
 
-def _matmul_transpose(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    def run(a: Any, b: Any) -> Any:
-        return apply(name, original, [a, b], weights=(1,))
+def _twin(module: Any, attributes: dict[str, Any]) -> Any:
+    """Return a module of the same type with given attributes."""
+    twin = object.__new__(type(module))
+    twin.__dict__.update(attributes)
+    return twin
 
-    return run
 
+def _of_function(function: str) -> Maker:
+    """Let a class that `jt.make_module` has made call the replaced function of `jittor.nn`."""
 
-def _module(function: str, *options: str) -> Callable[[str, Any], Callable[..., Any]]:
-    """Let a module's execute go through the replaced function of `jittor.nn`."""
-
-    def make(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def execute(self: Any, x: Any) -> Any:
-            if in_force() is None:
-                return original(self, x)
-            values = [getattr(self, option) for option in options]
-            return getattr(nn, function)(x, self.weight, self.bias, *values)
+    def make(name: str, original: Original) -> Original:
+        def execute(self: Any, *args: Any) -> Any:
+            if current() is None:
+                return original(self, *args)
+            return getattr(nn, function)(*args, *self.args, **self.kw)
 
         return execute
 
     return make
 
 
-def _unary_module(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def _pool(name: str, original: Original) -> Original:
+    """Jittor's pools do not compile in half on a CPU."""
+    kind = Kind(name)
+
     def execute(self: Any, x: Any) -> Any:
-        return _elementwise(name, lambda v: original(self, v))(x)
+        casting = current()
+        if casting is None or not is_float(x):
+            return original(self, x)
+        if not getattr(self, "return_indices", None):
+            return apply(kind, lambda v: original(self, v), [x])
+        tell(casting, name, "float32", whole=[x])
+        with in_force(None):
+            pooled, places = original(self, raised(x))
+        return (pooled if plain(name) else pooled.cast(x.dtype)), places
 
     return execute
 
 
-def _softmax(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    halved = _elementwise(name, original)
+def _embedding(name: str, original: Original) -> Original:
+    """Look up in what the weight is in; ids are no floating-point numbers."""
 
-    def run(x: Any, dim: Any = None, log: bool = False) -> Any:
-        if log and in_force() is not None:
-            return original(x.float32(), dim, log)  # logarithms near 0 need more than 11 bits
-        return halved(x, dim, log)
-
-    return run
-
-
-def _normalisation(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Run in float32, give back what came in; the cast is fused and keeps nothing."""
-
-    def execute(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-        if in_force() is None or x.dtype == "float32":
-            return original(self, x, *args, **kwargs)
-        return original(self, x.float32(), *args, **kwargs).cast(x.dtype)
-
-    return execute
-
-
-def _loss(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    def run(output: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(output.float32() if is_float(output) else output, *args, **kwargs)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        casting = current()
+        with in_force(None):
+            found = original(*args, **kwargs)
+        if casting is None:
+            return found
+        if not casting.enabled or not plain(name):
+            tell(casting, name, str(found.dtype))
+            return found
+        tell(casting, name, "float32")
+        return raised(found)
 
     return run
 
 
-def replacements() -> Iterator[tuple[str, Any, str, Callable[[str, Any], Callable[..., Any]]]]:
+def _loss(name: str, original: Original) -> Original:
+    """Compute in float32, and keep in half what came in half."""
+
+    @functools.wraps(original)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if current() is None:
+            return original(*args, **kwargs)
+        return call(Kind(name, len(args) + len(kwargs), raises=True), original, args, kwargs)
+
+    return run
+
+
+def _scaled_dot_product(name: str, original: Original) -> Original:
+    """Keep query, key and value; without dropout, which would draw other numbers again."""
+    kind = Kind(name, 3)
+
+    @functools.wraps(original)
+    def run(
+        query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *rest: Any,
+        **options: Any,
+    ) -> Any:  # fmt: skip
+        casting = current()
+        if casting is None:
+            return original(query, key, value, attn_mask, dropout_p, *rest, **options)
+        given = (query, key, value, attn_mask, dropout_p, *rest)
+        if not dropout_p or plain(name):
+            return call(kind, original, given, options)
+        tell(casting, name, casting.dtype)
+        return original(*given, **options)
+
+    return run
+
+
+def _whole_attention(name: str, original: Original) -> Original:
+    """Run projections and all in float32 if attention is kept; else its parts see to themselves."""
+
+    @functools.wraps(original)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        casting = current()
+        if casting is None or not casting.enabled or not plain(name):
+            return original(*args, **kwargs)
+        with in_force(Casting("float32", log=casting.log)):
+            return original(*map(raised, args), **{k: raised(v) for k, v in kwargs.items()})
+
+    return run
+
+
+def replacements() -> Iterator[tuple[str, Any, str, Maker]]:
     """Yield operation, owner, attribute and what makes the replacement."""
-    yield "linear", nn, "matmul_transpose", _matmul_transpose
-    yield "linear", nn, "linear", _weighted
-    yield "linear", nn.Linear, "execute", _module("linear")
-    for owner, name in (
+    yield "linear", nn, "matmul_transpose", _function()
+    for owner in (nn, attention):
+        yield "linear", owner, "linear", _function()
+    yield "linear", nn.Linear, "execute", _module
+    for owner, attribute in (
         (nn, "matmul"), (jt, "matmul"), (jt.Var, "matmul"), (jt.Var, "__matmul__"),
+        (nn, "bmm_transpose"), (jt, "bmm_transpose"),
     ):  # fmt: skip
-        yield "matmul", owner, name, _product
-    for name in ("conv2d", "conv", "conv3d"):
-        yield "conv", nn, name, _weighted
-    yield "conv", nn.Conv, "execute", _module("conv2d", "stride", "padding", "dilation", "groups")
-    for name in ("conv_transpose", "conv_transpose2d", "conv_transpose3d"):
-        yield "conv_transpose", nn, name, _weighted
-    transpose = ("stride", "padding", "output_padding", "groups", "dilation")
-    yield (
-        "conv_transpose", nn.ConvTranspose, "execute", _module("conv_transpose", *transpose),
-    )  # fmt: skip
-    yield "gelu", nn, "gelu", _elementwise
-    yield "gelu", nn.GELU, "execute", _unary_module
-    yield "relu", nn, "relu", _elementwise
-    yield "relu", nn.ReLU, "execute", _unary_module
-    yield "softmax", nn, "softmax", _softmax
-    yield "softmax", jt.Var, "softmax", _softmax
-    # Jittor's pools do not compile in half on a CPU.
-    yield "pool", pool.Pool, "execute", _unary_module
-    yield "pool", pool.Pool3d, "execute", _unary_module
-    yield "layer_norm", nn.LayerNorm, "execute", _normalisation
-    yield "batch_norm", nn.BatchNorm, "execute", _normalisation
-    yield "group_norm", nn.GroupNorm, "execute", _normalisation
-    for name in ("cross_entropy_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "bce_loss",
-                 "nll_loss", "binary_cross_entropy_with_logits"):  # fmt: skip
-        yield "loss", nn, name, _loss
+        yield "matmul", owner, attribute, _function(2)
+    for attribute in ("conv2d", "conv", "conv3d"):
+        yield "conv", nn, attribute, _function()
+    for owner in (nn.Conv, nn.Conv3d):
+        yield "conv", owner, "execute", _module
+    for attribute in ("conv_transpose", "conv_transpose2d", "conv_transpose3d"):
+        yield "conv_transpose", nn, attribute, _function()
+    for owner in (nn.ConvTranspose, nn.ConvTranspose3d):
+        yield "conv_transpose", owner, "execute", _module
+    yield "attention", attention, "scaled_dot_product_attention", _scaled_dot_product
+    yield "attention", attention, "multi_head_attention_forward", _whole_attention
+    yield "embedding", nn, "embedding", _embedding
+    yield "embedding", nn.Embedding, "execute", _embedding
+    for attribute, owner in (
+        ("gelu", nn.GELU), ("relu", nn.ReLU), ("silu", nn.SiLU), ("leaky_relu", nn.LeakyReLU),
+    ):  # fmt: skip
+        yield attribute, nn, attribute, _elementwise
+        yield attribute, owner, "execute", _of_function(attribute)
+    yield "elu", nn, "elu", _elementwise
+    for attribute in ("sigmoid", "tanh"):
+        for owner in (jt, jt.Var):
+            yield attribute, owner, attribute, _elementwise
+    for owner in (nn, attention, jt.Var):
+        yield "softmax", owner, "softmax", _softmax
+    yield "softmax", nn.Softmax, "execute", _of_function("softmax")
+    for owner in (
+        pool.Pool, pool.Pool3d, pool.AdaptiveAvgPool2d, pool.AdaptiveAvgPool3d,
+        pool.AdaptiveMaxPool2d, pool.AdaptiveMaxPool3d,
+    ):  # fmt: skip
+        yield "pool", owner, "execute", _pool
+    for attribute, owner in (
+        ("layer_norm", nn.LayerNorm), ("batch_norm", nn.BatchNorm), ("group_norm", nn.GroupNorm),
+        ("instance_norm", nn.InstanceNorm),
+    ):  # fmt: skip
+        yield attribute, owner, "execute", _module
+        yield attribute, nn, attribute, _function()
+    for attribute in (
+        "cross_entropy_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "bce_loss", "nll_loss",
+        "binary_cross_entropy_with_logits",
+    ):  # fmt: skip
+        yield "loss", nn, attribute, _loss
+    yield "loss", nn.KLDivLoss, "execute", _loss

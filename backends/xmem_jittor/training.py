@@ -1,20 +1,29 @@
 """The steps of a training loop on Jittor: gradients belong to the optimizer.
 
 Relies on `jt.optim.Optimizer` of Jittor 1.3.11: `pre_step` computes gradients and gives the
-update an early place in the order of execution, `post_step` ends that, `param_groups[i]["grads"]`
-holds the gradients, beside "params", until the next backward.
+update an early place in the order of execution, `post_step` ends that. Where gradients are and what
+counts updates is in `gradients.py`. `xmem.backward` counts one update however often it is called
+for it, so `jt.optim.Adam` corrects its bias rightly under `xmem.accumulate`; calls of the
+optimizer's own `backward` each count, as in plain Jittor.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import jittor as jt
 import numpy as np
 
-from xmem.errors import UsageError, unknown
+from xmem.errors import CapabilityError, UsageError, unknown
+from xmem_jittor import gradients, halves, masters
+
+_UNREDUCED = (
+    "Jittor 1.3.11 averages gradients over all processes in every backward of an optimizer, so they"
+    " are right, and reduced once per micro-batch. Leave out model="
+)
 
 
 class Adam(jt.optim.Optimizer):
@@ -65,7 +74,7 @@ class Training:
     """One name for each step; see `xmem.protocols.Training`."""
 
     def __init__(self) -> None:
-        self.gaps: Mapping[str, str] = {}
+        self.gaps: Mapping[str, str] = {"unreduced": _UNREDUCED}
 
     def make_optimizer(self, name: str, model: Any, *, learning_rate: float) -> Any:
         """Return an optimizer; "sgd" is Jittor's base class, whose own rule is p -= lr g.
@@ -80,29 +89,80 @@ class Training:
 
     def backward(self, loss: Any, optimizer: Any) -> None:
         """Ask for the gradients; they are computed when something needs them."""
-        optimizer.backward(loss)
+        gradients.backward(loss, optimizer)
 
     def optimizer_step(self, optimizer: Any) -> None:
         """Ask for the update."""
-        if any("grads" not in group for group in optimizer.param_groups):
-            raise UsageError(
-                "optimizer_step came before backward: the optimizer has no gradients. Call"
-                " xmem.backward(loss, optimizer) first."
-            )
-        optimizer.step()
+        gradients.of(optimizer, before="optimizer_step")
+        gradients.step(optimizer)
 
     def zero_grad(self, optimizer: Any) -> None:
         """Forget the gradients, memory included, which Jittor's `zero_grad` keeps."""
-        optimizer.zero_grad()
-        for group in optimizer.param_groups:
-            group.pop("grads", None)
+        gradients.forget(optimizer)
+
+    def clip_grad_norm_(self, target: Any, max_norm: float, *, norm_type: float) -> Any:
+        """Clip an optimizer's gradients; parameters have none of their own here."""
+        if not isinstance(target, jt.optim.Optimizer):
+            raise UsageError(
+                "clip_grad_norm_ takes the optimizer on Jittor, to which gradients belong, and got"
+                f" {type(target).__name__}"
+            )
+        held = gradients.of(target, before="clip_grad_norm_")
+        norm = gradients.norm(held, norm_type)
+        coefficient = (max_norm / (norm + 1e-6)).minimum(1.0)
+        for gradient in held:
+            clipped = halves.to_float32(gradient) * coefficient
+            gradient.update(halves.cast(clipped, gradient.dtype))
+        return norm
+
+    def finish_micro_batch(self, optimizer: Any) -> None:
+        """Execute the gradients, and with them what is older: running statistics too."""
+        jt.sync(gradients.of(optimizer, before="the end of a micro-batch"))
+
+    def unreduced(self, model: Any) -> AbstractContextManager[None]:
+        """Refuse: the reduction is part of `jt.optim.Optimizer.backward`."""
+        if not jt.in_mpi:
+            raise UsageError(
+                f"model={type(model).__name__} is not data-parallel: this process was not started"
+                " by mpirun, so that there is nothing to reduce. Leave out model="
+            )
+        raise CapabilityError(_UNREDUCED)
+
+    def no_grad(self) -> AbstractContextManager[None]:
+        """Enter `jt.no_grad`."""
+        return jt.no_grad()
+
+    @contextmanager
+    def evaluating(self, model: Any) -> Iterator[int]:
+        """Set `is_train` of all modules.
+
+        Not by `Module.eval`, which also stops the gradients of all parameters, for good where they
+        are frozen or `train` comes first, and remembers them by the ids of tensors.
+        """
+        modules = model.modules()
+        flags = [vars(module).get("is_train") for module in modules]
+        for module in modules:
+            module.is_train = False
+        try:
+            yield len(modules)
+        finally:
+            for module, flag in zip(modules, flags, strict=True):
+                if flag is None:
+                    vars(module).pop("is_train", None)
+                else:
+                    module.is_train = flag
+
+    def value(self, loss: Any) -> float:
+        """Return a scalar's value."""
+        return float(loss.item())
 
     def gradients(self, model: Any, optimizer: Any) -> dict[str, np.ndarray[Any, Any]]:
-        """Return the gradients by parameter name."""
+        """Return the gradients by parameter name; a master's are its parameter's."""
+        groups = zip(optimizer.param_groups, masters.parameters_of(optimizer), strict=True)
         found = {
             id(p): g
-            for group in optimizer.param_groups
-            for p, g in zip(group["params"], group.get("grads", ()), strict=False)
+            for group, parameters in groups
+            for p, g in zip(parameters, group.get("grads", ()), strict=False)
         }
         return {
             name: np.array(found[id(p)].float32().numpy())

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from xmem.casting import current
 from xmem.containers import leaves
 from xmem.deferred import deferreds_in, extended, settled, value_of
 from xmem.errors import CompositionError
@@ -26,8 +27,9 @@ from xmem.mismatch import function_name
 from xmem.pending import Setting
 from xmem.records import Cost, Recompute
 from xmem_torch import precision
+from xmem_torch.passes import top_hooks
 from xmem_torch.reach import reach
-from xmem_torch.recompute import Region, aside, top_hooks
+from xmem_torch.recompute import Region, aside
 from xmem_torch.tensors import versions
 
 _COMPILED = (
@@ -77,6 +79,10 @@ class Checkpoint:
             return self.checkpoint(function, args, kwargs, how)
 
         _refuse_backward_hooks(function, how.name)
+
+        casting = current()
+        if casting is not None and casting.log is not None:
+            casting.log.opaque = True  # it may run when the autocast block has ended
 
         hooks = top_hooks()
 

@@ -21,6 +21,7 @@ from xmem.errors import XmemWarning
 from xmem.native.build import find_compiler
 from xmem.protocols import Category, Counters, Tagged
 from xmem.sizes import parse_size
+from xmem_torch.masters import master_of
 from xmem_torch.sources import AllocatorSource, CudaSource, ProfilerSource, Source
 
 _CATEGORY_GAP = "only xmem's own allocator sees single blocks; {0} reports totals"
@@ -70,6 +71,8 @@ class Measure:
         inside = {s for m in leaves(model, torch.nn.Module) for s in m.modules()}
         parameters = [p for m in inside for p in m._parameters.values() if p is not None]
         state = [] if optimizer is None else leaves(list(optimizer.state.values()), torch.Tensor)
+        if optimizer is not None:  # float32 masters, where the model has been cast
+            state += [m for p in parameters if (m := master_of(p)) is not p]
         return {
             "parameter": parameters,
             "buffer": [b for m in inside for b in m._buffers.values() if b is not None],
@@ -162,7 +165,7 @@ _SPARSE_PARTS = {
 
 
 def _gradients(parameters: Sequence[Any]) -> list[Any]:
-    return [gradient for p in parameters if (gradient := p.grad) is not None]
+    return [gradient for p in parameters if (gradient := master_of(p).grad) is not None]
 
 
 def _storages(tensor: Any) -> list[Any]:

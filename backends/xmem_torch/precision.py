@@ -1,38 +1,31 @@
-"""Mixed precision on PyTorch: torch.autocast (2.13).
+"""Mixed precision on PyTorch: torch.autocast (2.13), and a mode for what it leaves in half.
 
 The weight-cast cache is off: it holds a half copy of every weight until the block ends, breaks
 budgets under checkpointing, and its absence costs nothing measurable (160 against 162 ms).
-float16 on a CPU runs 12 times slower than float32; "auto" is bfloat16 there.
+float16 on a CPU runs 12 times slower than float32; "auto" is bfloat16 there. Autocast on a CPU
+leaves softmax and normalisations in half, where CUDA's does not; `operations.py` makes both alike.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.overrides import _get_current_function_mode_stack
 
+from xmem.casting import Casting, current
+from xmem.casting import in_force as casting_in_force
+from xmem.deferred import settled
 from xmem.errors import UsageError, unknown
-from xmem.operations import OPERATIONS
+from xmem.records import Cast
+from xmem_torch.masters import cast_model
+from xmem_torch.operations import Operations, raised
+from xmem_torch.scaling import Scaler
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _DEVICES = ("cpu", "cuda")
-_FUNCTIONS: Mapping[str, frozenset[str]] = {
-    "linear": frozenset({"linear"}),
-    "matmul": frozenset({"matmul", "__matmul__", "mm", "bmm", "addmm", "einsum"}),
-    "conv": frozenset({"conv1d", "conv2d", "conv3d"}),
-    "conv_transpose": frozenset({"conv_transpose1d", "conv_transpose2d", "conv_transpose3d"}),
-    "attention": frozenset({"scaled_dot_product_attention", "multi_head_attention_forward"}),
-    "gelu": frozenset({"gelu"}),
-    "relu": frozenset({"relu", "relu_"}),
-    "softmax": frozenset({"softmax", "log_softmax"}),
-    "layer_norm": frozenset({"layer_norm"}),
-    "batch_norm": frozenset({"batch_norm"}),
-    "group_norm": frozenset({"group_norm"}),
-}
 
 
 class Precision:
@@ -43,61 +36,84 @@ class Precision:
     def __init__(self, device: str) -> None:
         self._device = device
 
-    def default_dtype(self) -> str:
-        """Return bfloat16 where the device computes in it, else float16."""
-        if self._device == "cuda" and not torch.cuda.is_bf16_supported():
-            return "float16"
-        return "bfloat16"
-
-    def autocast(
-        self, dtype: str, *, keep_fp32: Sequence[str] = (), enabled: bool = True
-    ) -> AbstractContextManager[Any]:
-        """Enter torch.autocast with its cache off."""
+    def check_dtype(self, dtype: str) -> str:
+        """bfloat16 where the device computes in it, else float16."""
         if dtype == "auto":
-            dtype = self.default_dtype()
+            without = self._device == "cuda" and not torch.cuda.is_bf16_supported()
+            return "float16" if without else "bfloat16"
         if dtype not in _DTYPES:
             raise UsageError(unknown("dtype", dtype, ("auto", *_DTYPES)))
-        for name in keep_fp32:
-            if name not in OPERATIONS:
-                raise UsageError(unknown("operation in keep_fp32", name, OPERATIONS))
-        return self._enter(_DTYPES[dtype], keep_fp32, enabled=enabled)
+        return dtype
 
     @contextmanager
-    def _enter(
-        self, dtype: torch.dtype, keep_fp32: Sequence[str], *, enabled: bool
-    ) -> Iterator[None]:
-        kept = frozenset().union(*(_FUNCTIONS[name] for name in keep_fp32))
-        with torch.autocast(self._device, dtype=dtype, enabled=enabled, cache_enabled=False):
-            if not (kept and enabled):
-                yield
-                return
-            with _KeepFloat32(self._device, kept):
-                yield
+    def autocast(self, casting: Casting) -> Iterator[None]:
+        """Enter torch.autocast with its cache off, and the mode."""
+        half = _DTYPES.get(casting.dtype)
+        with (
+            torch.autocast(self._device, half, enabled=casting.enabled, cache_enabled=False),
+            entered(casting),
+        ):
+            yield
+
+    def raised(self, value: Any) -> Any:
+        """Tensors in lists too; what a block of a segment will return is read."""
+        return raised(settled(value))
+
+    def make_scaler(
+        self,
+        *,
+        init_scale: float,
+        growth_factor: float,
+        backoff_factor: float,
+        growth_interval: int,
+        enabled: bool,
+    ) -> Scaler:
+        """torch.amp.GradScaler for the device."""
+        return Scaler(
+            self._device,
+            init_scale=init_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            enabled=enabled,
+        )
+
+    def cast_model(self, model: Any, dtype: str, optimizer: Any) -> Cast:
+        """Change `data`, so that parameters stay the same objects; see `masters.py`."""
+        return cast_model(model, _DTYPES[dtype], optimizer)
 
 
-_modes = threading.local()
+@contextmanager
+def entered(casting: Casting | None) -> Iterator[None]:
+    """Put a casting in force in this thread; one mode is enough, which asks for it."""
+    with ExitStack() as stack:
+        stack.enter_context(casting_in_force(casting))
+        modes = _get_current_function_mode_stack()
+        if casting is not None and not any(isinstance(mode, Operations) for mode in modes):
+            stack.enter_context(Operations())
+        yield
 
 
-def capture() -> Callable[[], AbstractContextManager[Any]] | None:
-    """Return what enters the kept operations in force, if any; autocast follows by itself."""
-    inner = getattr(_modes, "innermost", None)
-    return None if inner is None else inner.again
+def capture() -> Casting | None:
+    """Return the casting in force as recomputations enter it; autocast follows by itself."""
+    casting = current()
+    return None if casting is None else casting.again()
 
 
 def in_force() -> Hashable:
-    """Return autocast's state here and the operations that are kept in float32."""
-    inner = getattr(_modes, "innermost", None)
+    """Return autocast's state here and what tells castings apart."""
+    casting = current()
     devices = [d for d in _DEVICES if torch.is_autocast_enabled(d)]
     return (
         tuple((d, torch.get_autocast_dtype(d)) for d in devices),
-        None if inner is None else inner.names,
+        None if casting is None else casting.key,
     )
 
 
 def again() -> Callable[[], AbstractContextManager[Any]]:
     """Return what enters the precision that is in force now, and recording of gradients."""
     states = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _DEVICES]
-    inner = getattr(_modes, "innermost", None)
+    casting = current()
     key = in_force()
 
     @contextmanager
@@ -113,52 +129,8 @@ def again() -> Callable[[], AbstractContextManager[Any]]:
                                 device, dtype=dtype, enabled=enabled, cache_enabled=False
                             )
                         )
-                names = frozenset() if inner is None else inner.names
-                if inner is not None or getattr(_modes, "innermost", None) is not None:
-                    device = "cpu" if inner is None else inner.device
-                    stack.enter_context(_KeepFloat32(device, names))
+            if current() is not casting:
+                stack.enter_context(entered(casting))
             yield
 
     return enter
-
-
-class _KeepFloat32(TorchFunctionMode):
-    """Runs the named functions in float32 inside an autocast region.
-
-    A mode does not see what a function of PyTorch calls inside itself, so multi-head attention is
-    one operation here, "attention".
-    """
-
-    def __init__(self, device: str, names: frozenset[str]) -> None:
-        super().__init__()
-        self.device = device
-        self.names = names
-        self._outer: _KeepFloat32 | None = None
-
-    def again(self) -> _KeepFloat32:
-        """Return the same mode anew, for a recomputation."""
-        return _KeepFloat32(self.device, self.names)
-
-    def __enter__(self) -> Any:
-        self._outer = getattr(_modes, "innermost", None)
-        _modes.innermost = self
-        return super().__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        _modes.innermost = self._outer
-        super().__exit__(*error)
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        innermost = getattr(_modes, "innermost", None) is self
-        if not innermost or getattr(function, "__name__", "") not in self.names:
-            return function(*args, **kwargs)
-        with torch.autocast(self.device, enabled=False):
-            return function(*map(_float32, args), **{k: _float32(v) for k, v in kwargs.items()})
-
-
-def _float32(value: Any) -> Any:
-    half = isinstance(value, torch.Tensor) and value.dtype in _DTYPES.values()
-    return value.float() if half else value

@@ -7,7 +7,7 @@ shapes and dtypes. Around it, for the second pass:
   writes start from what they were;
 * parameters, buffers and tensors in attributes that have been exchanged since (functional_call,
   spectral_norm's weight) are those of the first pass;
-* training flags and the operations kept in float32 are those of the first pass;
+* training flags, and what else `xmem.autocast` does than PyTorch's, are those of the first pass;
 * Python's, NumPy's and held generators draw again what they drew;
 * a parameter that has been changed in place and is read raises, as it does without checkpointing,
   where autograd saved it;
@@ -27,21 +27,21 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _NormBase
-from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointError, _StopRecomputationError
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from xmem.containers import fill, leaves, snapshot, take_apart
+from xmem.casting import current
 from xmem.deferred import settled
 from xmem.errors import CompositionError, RecomputeMismatchError
 from xmem.mismatch import as_they_were, differs, function_name, mismatch
 from xmem.randomness import Streams
 from xmem.records import Recompute
-from xmem_torch import precision
+from xmem_torch import left, precision
 from xmem_torch.buffers import Buffers, Places
+from xmem_torch.passes import Again, Guarded, apart, ends_in_rrelu, top_hooks, weight_casts_not_kept
 from xmem_torch.reach import reach, stream_kinds
 from xmem_torch.statistics import statistics_untouched
-from xmem_torch.tensors import is_tensor, sample, shown, version, versions_of
+from xmem_torch.tensors import sample, shown, version, versions_of
 
 
 @contextmanager
@@ -73,7 +73,7 @@ class Region:
         self._reached = reach(function)
         self.modules = self._reached.modules
         self._flags = [(module, module.training) for module in self.modules]
-        self._precision = precision.capture()
+        self._casting = precision.capture()
         self._first: list[tuple[Any, ...]] = []
         self._second: list[tuple[Any, ...]] = []
 
@@ -83,7 +83,7 @@ class Region:
 
     def first_pass(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the function; its tensors are handed to PyTorch one by one, which watches them."""
-        tensors, refill = _apart(args, kwargs)
+        tensors, refill = apart(args, kwargs)
         # PyTorch keeps the inputs; a strong reference here would keep what it may give up.
         self._inputs = [(weakref.ref(t), version(t)) for t in tensors]
         self._places = Places(self.modules, attributes=self._reached.attributes)
@@ -98,14 +98,14 @@ class Region:
             filled, named = first.pop() if first else refill(given)
             return settled(self._function(*filled, **named))  # all of it runs in here
 
-        with _weight_casts_not_kept():
+        with weight_casts_not_kept(), left.region(tensors):
             output = torch_checkpoint(
                 call,
                 *tensors,
                 use_reentrant=False,
                 preserve_rng_state=self._how.preserve_rng,
                 determinism_check="none",  # made below, where it can say what differs
-                context_fn=lambda: (self._watching(), _Again(self._second_pass)),
+                context_fn=lambda: (self._watching(), Again(self._second_pass)),
             )
         if self._streams is not None:
             self._streams.first_pass_ended()
@@ -117,7 +117,7 @@ class Region:
                 f"{self._name} changes {changed} in place, so it cannot be computed again from it."
                 " Use the operation that is not in place, or clone the input first."
             )
-        self._runs_to_end = self._first[-2:-1] == self._first[-1:] and _ends_in_rrelu(output)
+        self._runs_to_end = self._first[-2:-1] == self._first[-1:] and ends_in_rrelu(output)
         self._read = list(self._around())
         self._versions = versions_of(self._read)
         return output
@@ -223,13 +223,13 @@ class Region:
             yield self._buffers.as_they_were()
         if self._streams is not None and self._streams.drawn:
             yield self._streams.replayed()
-        if self._precision is not None:
-            yield self._precision()
+        if self._casting is not None or current() is not None:
+            yield precision.entered(self._casting)
         versions = versions_of(self._read)
         if versions != self._versions:
             pairs = zip(self._read, versions, self._versions, strict=True)
             changed = {id(tensor): tensor for tensor, now, was in pairs if now != was}
-            yield _Guarded(changed, self._changed_parameter)
+            yield Guarded(changed, self._changed_parameter)
 
     def _changed_parameter(self, tensor: torch.Tensor) -> RecomputeMismatchError:
         what = f"a tensor of shape {tuple(tensor.shape)}"
@@ -268,84 +268,3 @@ class Region:
         if tensor.layout != torch.strided or tensor.data_ptr() in {b.data_ptr() for b in buffers}:
             return None
         return sample(tensor)
-
-
-def _apart(
-    args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[list[torch.Tensor], Callable[[Sequence[torch.Tensor]], tuple[Any, Any]]]:
-    """Return the tensors in the inputs, and what makes inputs of others in their places."""
-    if not kwargs and all(is_tensor(value) for value in args):
-        return list(args), lambda given: (given, {})
-    tensors: list[torch.Tensor] = []
-    template = take_apart(snapshot((tuple(args), dict(kwargs))), torch.Tensor, tensors)
-    return tensors, lambda given: fill(snapshot(template), given)
-
-
-@contextmanager
-def _weight_casts_not_kept() -> Iterator[None]:
-    """Switch autocast's cache off in both passes: it would hold half weights through the region."""
-    enabled = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(enabled)
-
-
-class _Again:
-    """A context that can be entered anew: a graph that is kept may be recomputed again."""
-
-    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
-        self._make = make
-        self._entered: list[AbstractContextManager[None]] = []
-
-    def __enter__(self) -> None:
-        self._entered.append(self._make())
-        self._entered[-1].__enter__()
-
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._entered.pop().__exit__(*error)
-
-
-class _Guarded(TorchFunctionMode):
-    """Raises where a function of PyTorch reads one of the tensors."""
-
-    def __init__(
-        self, tensors: Mapping[int, Any], error: Callable[[Any], RecomputeMismatchError]
-    ) -> None:
-        super().__init__()
-        self._tensors = tensors
-        self._error = error
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        for tensor in leaves((args, kwargs or {}), torch.Tensor):
-            if id(tensor) in self._tensors:
-                raise self._error(tensor)
-        return function(*args, **(kwargs or {}))
-
-
-def top_hooks() -> Any:
-    """Return what packs and unpacks saved tensors now, or None."""
-    found: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return found
-
-
-def _ends_in_rrelu(output: Any) -> bool:
-    """Say whether one of the last operations, before any that must save something, is RReLU.
-
-    Its noise and its input, which are of one shape and type, are what was saved last then.
-    """
-    nodes = [t.grad_fn for t in leaves(output, torch.Tensor) if t.grad_fn is not None]
-    for _ in range(_LAST_OPERATIONS):
-        if not nodes:
-            return False
-        node = nodes.pop(0)
-        if "Rrelu" in node.name():
-            return True
-        nodes += [following for following, _ in node.next_functions if following is not None]
-    return False
-
-
-_LAST_OPERATIONS = 8

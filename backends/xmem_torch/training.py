@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
-from xmem.errors import UsageError, unknown
+from xmem.errors import CompositionError, UsageError, unknown
+from xmem_torch.masters import check_gradients, master_of
 
 
 class Training:
@@ -27,18 +29,76 @@ class Training:
         """Call loss.backward()."""
         loss.backward()
 
-    def optimizer_step(self, optimizer: Any) -> None:
+    def optimizer_step(self, optimizer: Any) -> Any:
         """Call optimizer.step()."""
-        optimizer.step()
+        check_gradients(optimizer)
+        return optimizer.step()
 
     def zero_grad(self, optimizer: Any) -> None:
         """Set the gradients to None, which frees them."""
         optimizer.zero_grad(set_to_none=True)
 
+    def clip_grad_norm_(self, target: Any, max_norm: float, *, norm_type: float) -> Any:
+        """The target may be parameters, where the optimizer has no masters of them."""
+        if hasattr(target, "param_groups"):
+            parameters = [p for group in target.param_groups for p in group["params"]]
+        else:
+            parameters = [target] if isinstance(target, torch.Tensor) else list(target)
+        if any(master_of(p) is not p for p in parameters):
+            raise UsageError(
+                "these parameters have float32 masters, which have their gradients: pass the"
+                " optimizer to clip_grad_norm_"
+            )
+        if all(p.grad is None for p in parameters):
+            raise UsageError("there are no gradients to clip: call xmem.backward first")
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def finish_micro_batch(self, optimizer: Any) -> None:
+        """Nothing is left of it: the graph went with backward."""
+
+    def unreduced(self, model: Any) -> AbstractContextManager[Any]:
+        """Enter the model's own `no_sync`."""
+        no_sync = getattr(model, "no_sync", None)
+        if not callable(no_sync):
+            raise UsageError(
+                f"{type(model).__name__} is not data-parallel: it has no no_sync(). Pass the"
+                " wrapped model, or no model= where there is one process"
+            )
+        if getattr(model, "static_graph", False):
+            raise CompositionError(
+                "DistributedDataParallel(static_graph=True) loses a reduction after no_sync"
+                " (pytorch#143580). Leave static_graph out to accumulate"
+            )
+        return no_sync()
+
+    def no_grad(self) -> AbstractContextManager[None]:
+        """torch.no_grad."""
+        return torch.no_grad()
+
+    @contextmanager
+    def evaluating(self, model: Any) -> Iterator[int]:
+        """Call model.eval()."""
+        flags = [(module, module.training) for module in model.modules()]
+        wanting = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+        model.eval()
+        try:
+            yield len(flags)
+        finally:
+            for module, was in flags:
+                module.training = was
+            for parameter, wanted in wanting:
+                parameter.requires_grad_(wanted)
+
+    def value(self, loss: Any) -> float:
+        """Copy it to the host."""
+        if loss.numel() != 1:
+            raise UsageError(f"log_value takes a scalar, not a tensor of {tuple(loss.shape)}")
+        return float(loss.detach())
+
     def gradients(self, model: Any, optimizer: Any) -> dict[str, np.ndarray[Any, Any]]:
         """Copy the gradients out."""
         return {
-            name: parameter.grad.detach().float().cpu().numpy().copy()
+            name: gradient.detach().float().cpu().numpy().copy()
             for name, parameter in model.named_parameters()
-            if parameter.grad is not None
+            if (gradient := master_of(parameter).grad) is not None
         }

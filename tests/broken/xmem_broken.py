@@ -8,6 +8,8 @@ import functools
 import importlib
 from contextlib import nullcontext
 
+import xmem
+from xmem.casting import in_force
 from xmem.hookspecs import hookimpl
 
 
@@ -140,10 +142,74 @@ class WrongGradients(Delegate):
 
 
 class NoopAutocast(Delegate):
-    """Autocast that casts nothing."""
+    """Autocast that casts nothing, and says it did."""
 
-    def autocast(self, dtype, *, keep_fp32=(), enabled=True):
+    def autocast(self, casting):
+        if casting.enabled:
+            casting.note("linear", casting.dtype)
+        return in_force(casting)
+
+
+class SteppingScaler(Delegate):
+    """A scaler that steps whatever the gradients are."""
+
+    def make_scaler(self, **options):
+        return Stepping(self._real.make_scaler(**options))
+
+
+class Stepping(Delegate):
+    def step(self, optimizer):
+        xmem.active().training.optimizer_step(optimizer)
+
+
+class StuckScaler(Delegate):
+    """A scaler whose scale never changes."""
+
+    def make_scaler(self, **options):
+        return Stuck(self._real.make_scaler(**options))
+
+
+class Stuck(Delegate):
+    def get_scale(self):
+        return 256.0
+
+
+class MasterlessCast(Delegate):
+    """Half weights without masters."""
+
+    def cast_model(self, model, dtype, optimizer):
+        return self._real.cast_model(model, dtype, None)
+
+
+class UnclippedGradients(Delegate):
+    """Clipping that only returns the norm."""
+
+    def clip_grad_norm_(self, target, max_norm, *, norm_type):
+        return self._real.clip_grad_norm_(target, 1e30, norm_type=norm_type)
+
+
+class KeepingNoGrad(Delegate):
+    """A block without gradients that keeps everything for backward."""
+
+    def no_grad(self):
         return nullcontext()
+
+
+class HoldingLog(Delegate):
+    """A logged value that holds its loss."""
+
+    held = []  # noqa: RUF012
+
+    def value(self, loss):
+        self.held.append(loss)
+        return self._real.value(loss)
+
+
+class UnfinishedMicroBatches(Delegate):
+    """Micro-batches whose graphs wait for each other."""
+
+    def finish_micro_batch(self, optimizer):
+        return None
 
 
 LIES = {
@@ -159,6 +225,13 @@ LIES = {
     "forgetful_meter": ("measure", ForgetfulMeter),
     "wrong_gradients": ("models", WrongGradients),
     "noop_autocast": ("precision", NoopAutocast),
+    "stepping_scaler": ("precision", SteppingScaler),
+    "stuck_scaler": ("precision", StuckScaler),
+    "masterless_cast": ("precision", MasterlessCast),
+    "unclipped_gradients": ("training", UnclippedGradients),
+    "keeping_no_grad": ("training", KeepingNoGrad),
+    "holding_log": ("training", HoldingLog),
+    "unfinished_micro_batches": ("training", UnfinishedMicroBatches),
 }
 
 

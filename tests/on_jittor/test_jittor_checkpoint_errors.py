@@ -1,8 +1,10 @@
 """A recomputation that cannot be right says so, as an error of xmem."""
 
+from collections import deque
+
 import numpy as np
 import pytest
-from chain import gradients, learnt
+from chain import both, gradients, learnt
 
 import xmem
 
@@ -123,6 +125,21 @@ def test_after_an_error_in_backward_the_next_step_is_right(backend):
     assert np.allclose(found, plain, rtol=1e-6)
 
 
+def test_after_a_refusal_the_next_call_is_right(backend):
+    kept, x = [], learnt(4)
+
+    def function(x, keep):
+        y = x.tanh()
+        if keep:
+            kept.append(y)
+        return y
+
+    with pytest.raises(xmem.CompositionError, match="'s variable kept"):
+        xmem.checkpoint(function, x, keep=True)
+    plain, ours = both(function, x, targets=[x], keep=False)
+    assert np.allclose(plain[0], ours[0], rtol=1e-6)
+
+
 @pytest.mark.parametrize("second", ["input", "inside", "before", "after"])
 @pytest.mark.parametrize("first", ["input", "inside"])
 def test_second_derivatives_are_refused(backend, first, second):
@@ -183,6 +200,17 @@ def test_a_list_that_a_region_fills_is_refused(backend, with_tensor):
 
     with pytest.raises(xmem.CompositionError, match="changes a list"):
         xmem.checkpoint(function, x, kept)
+
+
+@pytest.mark.parametrize("given", ["position", "keyword"])
+def test_a_deque_that_a_region_fills_with_a_tensor_is_refused(backend, given):
+    def function(x, kept):
+        kept.append(x * 2)
+        return x * 3
+
+    args, kwargs = ([deque()], {}) if given == "position" else ([], {"kept": deque()})
+    with pytest.raises(xmem.CompositionError, match="in an argument"):
+        xmem.checkpoint(function, learnt(4), *args, **kwargs)
 
 
 def test_a_tensor_that_a_region_keeps_in_an_attribute_is_warned_of_once(backend, recwarn):

@@ -221,3 +221,30 @@ def test_recomputation_sees_the_autocast_of_the_first_pass(backend):
         loss = xmem.checkpoint(function, torch.randn(4, 16, requires_grad=True))
     loss.backward()
     assert seen == [True, True]
+
+
+@pytest.mark.parametrize("place", ["list", "dict", "attribute"])
+def test_a_tensor_that_a_region_keeps_aside_carries_its_gradient(backend, place):
+    """On Jittor it cannot, and is refused or warned of."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.cache, self.named, self.last = nn.Linear(4, 4), [], {}, None
+
+        def forward(self, x):
+            hidden = self.layer(x)
+            self.last = hidden.tanh()
+            self.cache.append(self.last)
+            self.named["last"] = self.last
+            return hidden * 2
+
+    torch.manual_seed(2)
+    x, block = torch.randn(2, 4, requires_grad=True), Block()
+    found = []
+    for call in (lambda f, x: f(x), xmem.checkpoint):
+        y = call(block, x)
+        aside = {"list": block.cache[-1], "dict": block.named["last"], "attribute": block.last}
+        loss = y.sum() + aside[place].square().sum()
+        found.append(torch.autograd.grad(loss, [x, *block.layer.parameters()]))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

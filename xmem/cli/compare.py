@@ -105,6 +105,13 @@ def _a_number(seconds: float) -> float:
     help="Refuse allocations beyond this many live bytes, e.g. 64MiB.",
 )
 @click.option(
+    "--steps",
+    default=None,
+    type=click.IntRange(min=5),
+    help="Train each case for so many steps, and show the loss curves; try it with --workload"
+    " gpt2-text and resnet18-patterns, which learn something.",
+)
+@click.option(
     "-o",
     "--output",
     "folder",
@@ -133,6 +140,7 @@ def command(
     threads: int,
     timeout_seconds: float,
     limit: str | None,
+    steps: int | None,
     folder: Path,
     as_json: bool,
     resume: bool,
@@ -167,6 +175,7 @@ def command(
             device=device,
             threads=threads,
             limit_bytes=limit_bytes,
+            steps=steps,
         ),
         folder=folder,
         resume=resume,

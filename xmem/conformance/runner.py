@@ -35,6 +35,7 @@ def matrix(
     threads: int = 2,
     limit_bytes: int | None = None,
     save_gradients: bool = False,
+    steps: int | None = None,
 ) -> list[Case]:
     """Return the cases, in an order that compares like with like as they come in.
 
@@ -62,6 +63,7 @@ def matrix(
             threads=threads,
             limit_bytes=limit_bytes,
             save_gradients=save_gradients,
+            steps=steps,
         )
         for w in workloads
         for t in techniques

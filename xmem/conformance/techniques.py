@@ -62,7 +62,7 @@ def _checkpoint(backend: Backend, model: Any, blocks: Sequence[Any]) -> Applied:
 
 
 def _autocast(backend: Backend, model: Any, blocks: Sequence[Any]) -> Applied:
-    dtype = backend.precision.default_dtype()
+    dtype = backend.precision.check_dtype("auto")
     return Applied(forward_context=lambda: xmem.autocast(dtype), dtype=dtype)
 
 

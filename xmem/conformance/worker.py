@@ -51,8 +51,12 @@ class CaseRun:
         self.optimizer = backend.training.make_optimizer(
             self._workload.optimizer, self.model, learning_rate=self._workload.learning_rate
         )
-        inputs, targets = make_batch(self._workload)
-        self.batch = (backend.models.tensor(inputs), backend.models.tensor(targets))
+        self._step = 0
+        self.batch = self._batch()
+
+    def _batch(self) -> tuple[Any, Any]:
+        inputs, targets = make_batch(self._workload, self._step)
+        return self._backend.models.tensor(inputs), self._backend.models.tensor(targets)
 
     def _count_calls(self, block: Any) -> None:
         if not self._backend.offers("checkpoint"):
@@ -80,6 +84,18 @@ class CaseRun:
         """Update the parameters and forget the gradients."""
         xmem.optimizer_step(self.optimizer)
         xmem.zero_grad(self.optimizer)
+
+    def next_batch(self) -> None:
+        """Take the data of the next step."""
+        self._step += 1
+        if self._workload.input_kind in ("text", "patterns"):
+            self.batch = self._batch()
+
+    def step(self) -> float:
+        """Run one step and return its loss."""
+        loss = self.backward()
+        self.finish()
+        return xmem.log_value(loss)
 
     def measured_step(self) -> tuple[Measurement, Any]:
         """Run one step under the meter."""
@@ -118,15 +134,20 @@ def run(case: Case, gradients_path: Path | None = None) -> Result:
     # Warm up as the measured steps run: a lazy framework that is asked for a value at another
     # place fuses, and compiles, other kernels.
     for _ in range(WARM_UP_STEPS - 1):
+        current.next_batch()
         _, loss = current.measured_step()
         losses.append(item(loss))
         del loss
     measurements = []
     for _ in range(MEASURED_STEPS):
+        current.next_batch()
         measurement, loss = current.measured_step()
         measurements.append(measurement)
         losses.append(item(loss))
         del loss
+    for _ in range(len(losses), case.steps or 0):
+        current.next_batch()
+        losses.append(current.step())
     return _result(case, backend, current, measurements, losses)
 
 

@@ -21,6 +21,10 @@ FRAMEWORK_LOSS_TOLERANCE = 1e-4
 """How far baseline losses of two frameworks may be apart, relative: both compute in float32 and
 sum in different orders."""
 
+LONG_RUN_LOSS_TOLERANCE = 2e-2
+"""How far the ends of long loss curves may be apart, relative: the mean of their last tenth. Single
+steps of a long training drift apart by rounding alone."""
+
 STEADY_TIME_SPREAD = 0.3
 """Beyond this the machine had other work to do, and a time ratio says little."""
 
@@ -41,8 +45,8 @@ class TechniqueComparison:
         above_static_saving_bytes: the same for what a step adds to static bytes.
         above_static_saving_factor: the same for what a step adds to static bytes.
         time_ratio: step time over the baseline's; above 1 is slower.
-        loss_difference: the largest relative difference over all steps; NaN where one of the
-            two is not finite.
+        loss_difference: the largest relative difference over all steps, of a long training at its
+            end; NaN where one of the two is not finite.
         loss_tolerance: what the technique may differ by, or None if it is unknown here.
         losses_agree: whether the difference is within the tolerance.
         repeatable: whether every measured step had the same peak.
@@ -69,7 +73,7 @@ class FrameworkComparison:
         first: one backend's baseline.
         second: the other's.
         loss_difference: the largest relative difference over all steps.
-        losses_agree: whether it is within `FRAMEWORK_LOSS_TOLERANCE`.
+        losses_agree: whether it is within `FRAMEWORK_LOSS_TOLERANCE`, or that of long runs.
         static_ratio: static bytes of the second over the first.
         peak_ratio: peak allocated bytes of the second over the first.
         time_ratio: step time of the second over the first.
@@ -109,6 +113,23 @@ def loss_difference(
     return largest
 
 
+def final_loss(losses: Sequence[float | None]) -> float | None:
+    """Return the mean of the last tenth of a loss curve; None where one is not finite."""
+    last = losses[-max(1, len(losses) // 10) :]
+    known = [loss for loss in last if loss is not None]
+    return sum(known) / len(known) if known and len(known) == len(last) else None
+
+
+def _difference(result: Result, reference: Result) -> float | None:
+    """Return how far two curves are apart: everywhere, or at their ends where they are long."""
+    if result.case.steps is None:
+        return loss_difference(result.losses, reference.losses)
+    ends = final_loss(result.losses), final_loss(reference.losses)
+    if len(result.losses) != len(reference.losses):
+        return None
+    return loss_difference(ends[:1], ends[1:])
+
+
 def finite(result: Result) -> bool:
     """Say whether training went on in numbers: no loss was infinite or NaN."""
     return all(loss is not None for loss in result.losses)
@@ -143,7 +164,9 @@ def compare_technique(result: Result, baseline: Result | None) -> TechniqueCompa
         baseline = None
     known = TECHNIQUES.get(result.case.technique)
     tolerance = known.loss_tolerance if known is not None else None
-    difference = loss_difference(result.losses, baseline.losses) if baseline else None
+    if tolerance is not None and result.case.steps is not None:
+        tolerance = LONG_RUN_LOSS_TOLERANCE
+    difference = _difference(result, baseline) if baseline else None
     agree = _within(difference, tolerance)
     beside = baseline
     if agree is False:
@@ -185,12 +208,13 @@ def compare_frameworks(report: Report) -> tuple[FrameworkComparison, ...]:
 
 
 def _compare_frameworks(first: Result, second: Result) -> FrameworkComparison:
-    difference = loss_difference(second.losses, first.losses)
+    difference = _difference(second, first)
+    tolerance = FRAMEWORK_LOSS_TOLERANCE if first.case.steps is None else LONG_RUN_LOSS_TOLERANCE
     return FrameworkComparison(
         first=first,
         second=second,
         loss_difference=difference,
-        losses_agree=_within(difference, FRAMEWORK_LOSS_TOLERANCE),
+        losses_agree=_within(difference, tolerance),
         static_ratio=_of_both(second, first, _static, _over),
         peak_ratio=_of_both(second, first, _peak, _over),
         time_ratio=_of_both(second, first, _seconds, _over),

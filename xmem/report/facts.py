@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from xmem.report.compare import LONG_RUN_LOSS_TOLERANCE, compare_techniques, final_loss
 from xmem.report.model import Report, Result, Status
-from xmem.report.tables import Cell, Table, case_label, format_seconds, status_cell
+from xmem.report.tables import Cell, Table, case_label, format_seconds, loss_cell, status_cell
 from xmem.sizes import format_size
 
 MEANING = (
@@ -64,6 +65,47 @@ def _by_backend(report: Report) -> dict[str, list[Result]]:
     for result in report.results:
         found.setdefault(result.case.backend, []).append(result)
     return found
+
+
+def curves_table(report: Report) -> Table | None:
+    """Where the losses of long trainings go; None where there are none."""
+    rows = [r for r in report.results if r.status == "ok" and r.case.steps is not None]
+    if not rows:
+        return None
+    differences = {id(c.result): c for c in compare_techniques(report)}
+    return Table(
+        title="Loss curves",
+        columns=(
+            "Workload", "Technique", "Backend", "Half type", "Steps", "First", "At a quarter",
+            "At half", "At three quarters", "At the end", "End vs baseline",
+        ),
+        numeric=7,
+        rows=tuple(
+            (
+                Cell(r.case.workload),
+                Cell(r.case.technique),
+                Cell(r.case.backend),
+                Cell(r.dtype or "-"),
+                Cell(str(len(r.losses))),
+                _loss_cell(r.losses[0]),
+                *(
+                    _loss_cell(final_loss(r.losses[: max(1, len(r.losses) * part // 4)]))
+                    for part in (1, 2, 3, 4)
+                ),
+                loss_cell(differences[id(r)].loss_difference, differences[id(r)].losses_agree),
+            )
+            for r in rows
+        ),
+        note=(
+            "Every step has data of its own, the same for all. After the first step, a loss is the"
+            " mean of the last tenth of the steps up to there; the ends may be apart by"
+            f" {LONG_RUN_LOSS_TOLERANCE:.0%}."
+        ),
+    )  # fmt: skip
+
+
+def _loss_cell(loss: float | None) -> Cell:
+    return Cell("not finite", "bad") if loss is None else Cell(f"{loss:.4f}")
 
 
 def counts_table(report: Report) -> Table | None:

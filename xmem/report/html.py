@@ -12,7 +12,7 @@ from xmem.report.tables import (
     results_table,
 )
 
-_FIGURES = ("above_static", "tradeoff", "by_category")
+_FIGURES = ("above_static", "tradeoff", "by_category", "loss_curves")
 # Named one by one: plotly.js 4 brings a button that sends the figure to a server.
 _CONFIG = {
     "displaylogo": False,
@@ -42,6 +42,7 @@ def html(report: Report) -> str:
         statuses=facts.statuses_table(report),
         tables=_present(
             results_table(report),
+            facts.curves_table(report),
             frameworks_table(report),
             categories_table(report),
             facts.counts_table(report),

@@ -35,6 +35,7 @@ def _lines(report: Report) -> Iterator[str]:
     yield ""
     for table in (
         results_table(report),
+        facts.curves_table(report),
         frameworks_table(report),
         categories_table(report),
         facts.counts_table(report),

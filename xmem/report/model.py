@@ -39,6 +39,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         threads: CPU threads; peaks depend on them.
         limit_bytes: allocations beyond it are refused, or None.
         save_gradients: also write the first step's gradients, as an .npz file.
+        steps: train for so many steps in all; None for those that are measured only.
     """
 
     workload: str
@@ -49,11 +50,13 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     threads: int = 2
     limit_bytes: int | None = None
     save_gradients: bool = False
+    steps: int | None = None
 
     @property
     def name(self) -> str:
         """A name for files and tests."""
-        return f"{self.backend}-{self.workload}-{self.technique}-{self.preset}-{self.device}"
+        name = f"{self.backend}-{self.workload}-{self.technique}-{self.preset}-{self.device}"
+        return name if self.steps is None else f"{name}-{self.steps}-steps"
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
-from xmem.report.compare import compare_techniques
+from xmem.report.compare import compare_techniques, finite
 from xmem.report.model import Report, Result
 from xmem.report.tables import case_label, categories_in, clean
 from xmem.sizes import format_size
@@ -23,6 +23,7 @@ _CATEGORY_COLORS = {
     "temporary": "#E69F00",
     "other": "#CC79A7",
 }
+_DASHES = ("solid", "dash", "dot", "dashdot")
 _SYMBOLS = ("circle", "diamond", "square", "cross", "triangle-up", "star")
 
 
@@ -163,4 +164,35 @@ def tradeoff(report: Report) -> Any | None:
     figure.add_vline(x=1, line_dash="dot", line_color="#888888", line_width=1)
     figure.update_xaxes(title="step time, baseline = 1")
     figure.update_yaxes(title="bytes above static, baseline = 1", rangemode="tozero")
+    return figure
+
+
+def loss_curves(report: Report) -> Any | None:
+    """Lines of the losses of long trainings, each the mean of the last ten steps."""
+    import plotly.graph_objects as go
+
+    results = [r for r in _measured(report) if r.case.steps is not None and finite(r)]
+    if not results:
+        return None
+    figure = _figure("Loss curves", height=520)
+    techniques = _several([r.case.technique for r in results])
+    for index, result in enumerate(results):
+        losses = [loss for loss in result.losses if loss is not None]
+        means = [sum(losses[max(0, i - 9) : i + 1]) / min(i + 1, 10) for i in range(len(losses))]
+        figure.add_trace(
+            go.Scatter(
+                name=_label(case_label(result)),
+                x=list(range(1, len(means) + 1)),
+                y=means,
+                mode="lines",
+                line={
+                    "color": _COLORS[index % len(_COLORS)],
+                    "dash": _DASHES[techniques[result.case.technique] % len(_DASHES)],
+                },
+                hovertemplate=f"{_label(case_label(result))}<br>step %{{x}}: %{{y:.4f}}"
+                "<extra></extra>",
+            )
+        )
+    figure.update_xaxes(title="step")
+    figure.update_yaxes(title="loss, mean of ten steps")
     return figure

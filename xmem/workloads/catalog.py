@@ -7,12 +7,13 @@ GPU.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from xmem.errors import UsageError, unknown
 from xmem.workloads import models
 from xmem.workloads.spec import Layer
+from xmem.workloads.text import CHARACTERS
 
 LossName = Literal["mse", "cross_entropy", "cross_entropy_channels"]
 PRESETS = ("quick", "standard", "paper")
@@ -26,7 +27,9 @@ class Workload:
         name: e.g. "gpt2".
         preset: "quick", "standard" or "paper".
         model: the declaration.
-        input_kind: "real" (normal numbers) or "tokens" (ids below `classes`).
+        input_kind: "real" (normal numbers), "tokens" (ids below `classes`); and what there is to
+            learn something from, new in every step: "text" (ids of characters, the targets are the
+            next ones) and "patterns" (one picture for each class, under noise).
         input_shape: the batch's shape.
         target_shape: the target's shape.
         loss: the loss, see `xmem.protocols.Models.loss`.
@@ -39,7 +42,7 @@ class Workload:
     name: str
     preset: str
     model: Layer
-    input_kind: Literal["real", "tokens"]
+    input_kind: Literal["real", "tokens", "text", "patterns"]
     input_shape: tuple[int, ...]
     target_shape: tuple[int, ...]
     loss: LossName
@@ -173,7 +176,35 @@ _SIZES: dict[str, tuple[Callable[..., Workload], dict[str, dict[str, Any]]]] = {
     ),
 }  # fmt: skip
 
+# Trained for hundreds of steps, to see where losses end.
+_LEARNING: dict[str, tuple[Callable[..., Workload], dict[str, dict[str, Any]]]] = {
+    "gpt2-text": (
+        lambda preset, **size: replace(
+            _transformer("gpt2", preset, vocabulary=CHARACTERS, **size),
+            name="gpt2-text", input_kind="text",
+        ),
+        {
+            "quick": {"layers": 2, "width": 64, "heads": 4, "sequence": 64, "batch": 16},
+            "standard": {"layers": 6, "width": 256, "heads": 8, "sequence": 256, "batch": 16},
+            "paper": {"layers": 12, "width": 768, "heads": 12, "sequence": 1024, "batch": 8},
+        },
+    ),
+    "resnet18-patterns": (
+        lambda preset, **size: replace(
+            _resnet("resnet18", preset, **size),
+            name="resnet18-patterns", input_kind="patterns", learning_rate=1e-3,
+        ),
+        {
+            "quick": {"width": 8, "image": 32, "batch": 32, "classes": 10},
+            "standard": {"width": 64, "image": 64, "batch": 32, "classes": 100},
+            "paper": {"width": 64, "image": 224, "batch": 64, "classes": 1000},
+        },
+    ),
+}  # fmt: skip
 WORKLOADS: tuple[str, ...] = tuple(_SIZES)
+"""Those whose memory is compared; every step is given the same batch."""
+LEARNING_WORKLOADS: tuple[str, ...] = tuple(_LEARNING)
+"""Those that are trained for many steps; every step is given a batch of its own."""
 DEFAULT_WORKLOADS: tuple[str, ...] = ("mlp", "resnet18", "bert", "gpt2", "unet3d")
 """What a comparison runs where none is named: one of each kind of architecture."""
 
@@ -184,9 +215,10 @@ def workload(name: str, preset: str = "quick") -> Workload:
     Raises:
         UsageError: the workload or the preset does not exist.
     """
-    if name not in _SIZES:
-        raise UsageError(unknown("workload", name, _SIZES))
+    known = {**_SIZES, **_LEARNING}
+    if name not in known:
+        raise UsageError(unknown("workload", name, known))
     if preset not in PRESETS:
         raise UsageError(unknown("preset", preset, PRESETS))
-    make, sizes = _SIZES[name]
+    make, sizes = known[name]
     return make(preset, **sizes[preset])

@@ -10,6 +10,7 @@ import numpy as np
 
 from xmem.workloads.catalog import Workload
 from xmem.workloads.spec import Parameter, parameters
+from xmem.workloads.text import corpus
 
 Array: TypeAlias = np.ndarray[Any, Any]
 
@@ -36,8 +37,17 @@ def make_weights(workload: Workload) -> dict[str, Array]:
     }
 
 
-def make_batch(workload: Workload) -> tuple[Array, Array]:
-    """Return inputs (float32, or int32 token ids) and targets (float32, or int32 classes)."""
+def make_batch(workload: Workload, step: int = 0) -> tuple[Array, Array]:
+    """Return inputs (float32, or int32 token ids) and targets (float32, or int32 classes).
+
+    Args:
+        workload: whose batch it is.
+        step: which one, where each step has its own.
+    """
+    if workload.input_kind == "text":
+        return _text(workload, step)
+    if workload.input_kind == "patterns":
+        return _patterns(workload, step)
     inputs = _generator(workload, "inputs")
     targets = _generator(workload, "targets")
     if workload.input_kind == "tokens":
@@ -47,3 +57,27 @@ def make_batch(workload: Workload) -> tuple[Array, Array]:
     if workload.loss == "mse":
         return x, targets.standard_normal(workload.target_shape, dtype=np.float32)
     return x, targets.integers(0, workload.classes, workload.target_shape, dtype=np.int32)
+
+
+def _text(workload: Workload, step: int) -> tuple[Array, Array]:
+    batch, length = workload.input_shape
+    characters = corpus()
+    generator = _generator(workload, f"inputs {step}")
+    starts = generator.integers(0, len(characters) - length - 1, batch)
+    rows = characters[starts[:, None] + np.arange(length + 1)]
+    return np.ascontiguousarray(rows[:, :-1]), np.ascontiguousarray(rows[:, 1:])
+
+
+def _patterns(workload: Workload, step: int) -> tuple[Array, Array]:
+    shape = workload.input_shape
+    pictures = _generator(workload, "pictures").standard_normal(
+        (workload.classes, *shape[1:]), dtype=np.float32
+    )
+    generator = _generator(workload, f"inputs {step}")
+    classes = generator.integers(0, workload.classes, shape[0], dtype=np.int32)
+    noise = generator.standard_normal(shape, dtype=np.float32)
+    return noise + _PATTERN * pictures[classes], classes
+
+
+# So faint that classes are confused and the loss ends well above 0, where shares of it mean much.
+_PATTERN = np.float32(0.3)

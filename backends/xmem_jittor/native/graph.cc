@@ -28,6 +28,14 @@ std::vector<Node*> start(const long long* outputs, int count, int64 tag) {
     return queue;
 }
 
+void follow(Node* node, std::vector<Node*>& queue, int64 tag) {
+    for (auto& input : node->_inputs) {
+        if (input.node->tflag == tag) continue;
+        input.node->tflag = tag;
+        queue.push_back(input.node);
+    }
+}
+
 long long seedings = 0;
 void count_seeding(int) { seedings++; }
 
@@ -134,11 +142,7 @@ int xmem_jittor_read_by(const long long* outputs, int output_count, long long ne
             continue;
         }
         if (node->is_var() && node->is_finished()) *executed = 1;
-        for (auto& input : node->_inputs) {
-            if (input.node->tflag == tag) continue;
-            input.node->tflag = tag;
-            queue.push_back(input.node);
-        }
+        follow(node, queue, tag);
     }
     return count;
 }
@@ -221,6 +225,22 @@ void xmem_jittor_let_go(long long operation, long long taped) {
     for (auto* node : kept) node->release_both_liveness();
 }
 
+// Says whether a Var, made without gradients, may come from an older one that asks for some.
+// Detaching marks an operation; no_grad marks Vars only.
+int xmem_jittor_may_depend(long long var, long long newest) {
+    auto queue = start(&var, 1, ++tflag_count);
+    auto tag = tflag_count;
+    for (size_t i = 0; i < queue.size(); i++) {
+        Node* node = queue[i];
+        bool old = node->is_var() && node->id <= newest;
+        if (old && node->var()->is_float() && !node->is_stop_grad()) return 1;
+        if (old || (!node->is_var() && node->is_stop_grad())) continue;
+        if (node->is_var() && node->is_finished()) return 1;  // it may have lost its inputs
+        follow(node, queue, tag);
+    }
+    return 0;
+}
+
 // Says whether the nodes made after `newest` draw random numbers of Jittor's own stream.
 int xmem_jittor_draws(const long long* outputs, int output_count, long long newest) {
     auto queue = start(outputs, output_count, ++tflag_count);
@@ -232,11 +252,7 @@ int xmem_jittor_draws(const long long* outputs, int output_count, long long newe
             const std::string name = node->op()->name();
             if (name == "random" || name == "curand_random") return 1;
         }
-        for (auto& input : node->_inputs) {
-            if (input.node->tflag == tag) continue;
-            input.node->tflag = tag;
-            queue.push_back(input.node);
-        }
+        follow(node, queue, tag);
     }
     return 0;
 }

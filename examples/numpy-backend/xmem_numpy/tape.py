@@ -5,7 +5,8 @@ Counted are the arrays that tensors hold; what NumPy needs inside an expression 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -34,6 +35,18 @@ class Arena:
 
 
 arena = Arena()
+recording = True
+
+
+@contextmanager
+def not_recording() -> Iterator[None]:
+    """Keep no tape inside the block."""
+    global recording
+    before, recording = recording, False
+    try:
+        yield
+    finally:
+        recording = before
 
 
 class Tensor:
@@ -49,9 +62,12 @@ class Tensor:
         arena.take(data.nbytes)
         self._size = data.nbytes
         self.data = data
-        self.parents = parents
-        self.pull = pull
+        self.parents = parents if recording else ()
+        self.pull = pull if recording else None
         self.grad: Tensor | None = None
+
+    def __truediv__(self, number: float) -> Tensor:
+        return Tensor(self.data / np.float32(number), (self,), lambda g: (g / np.float32(number),))
 
     def __del__(self) -> None:
         arena.give(self._size)

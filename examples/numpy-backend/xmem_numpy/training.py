@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
 
 from xmem.errors import UsageError, unknown
-from xmem_numpy.tape import Tensor, backward
+from xmem_numpy.tape import Tensor, backward, not_recording
 
 
 class Adam:
@@ -47,6 +49,7 @@ class Training:
         backward(loss, optimizer.parameters)
 
     def optimizer_step(self, optimizer: Any) -> None:
+        self._gradients(optimizer)
         optimizer.step()
 
     def zero_grad(self, optimizer: Any) -> None:
@@ -55,3 +58,31 @@ class Training:
 
     def gradients(self, model: Any, optimizer: Any) -> dict[str, np.ndarray]:
         return {n: p.grad.data.copy() for n, p in model.parameters().items() if p.grad is not None}
+
+    def clip_grad_norm_(self, target: Any, max_norm: float, *, norm_type: float) -> Tensor:
+        gradients = self._gradients(target)
+        norm = float(np.linalg.norm(np.concatenate([g.ravel() for g in gradients]), norm_type))
+        for gradient in gradients:
+            gradient *= np.float32(min(1.0, max_norm / (norm + 1e-6)))
+        return Tensor(np.array([norm], np.float32))
+
+    def _gradients(self, optimizer: Any) -> list[np.ndarray]:
+        found = [p.grad.data for p in optimizer.parameters if p.grad is not None]
+        if not found:
+            raise UsageError("there are no gradients; call xmem.backward(loss, optimizer) first")
+        return found
+
+    def finish_micro_batch(self, optimizer: Any) -> None: ...
+
+    def unreduced(self, model: Any) -> AbstractContextManager[Any]:
+        raise UsageError("the numpy example runs in one process; leave model= out")
+
+    def no_grad(self) -> AbstractContextManager[None]:
+        return not_recording()
+
+    @contextmanager
+    def evaluating(self, model: Any) -> Iterator[int]:
+        yield len(model.blocks())
+
+    def value(self, loss: Any) -> float:
+        return float(loss.data[0])

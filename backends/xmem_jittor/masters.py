@@ -1,0 +1,226 @@
+"""Models in half precision on Jittor 1.3.11, and optimizers that keep float32 masters for them.
+
+Paulius Micikevicius et al., "Mixed Precision Training", ICLR 2018. `Module.float16` of Jittor casts
+running statistics too and knows no masters; and on a CPU a half layer fails in backward as soon as
+a float32 gradient reaches it, since oneDNN's matmul takes float32 only. So a cast model runs its
+forward under autocast, on every device: its operations take half inputs and half weights.
+
+An optimizer gets masters in `param_groups[i]["params"]`, and a `backward` and a `step` of its own
+as instance attributes, which `Optimizer.state_dict` leaves out. `backward` differentiates with
+respect to the model's parameters and hands the gradients on in float32, `step` rounds the masters
+into the parameters. All else works on masters: `zero_grad`, clipping, loss scaling, accumulation.
+
+Limits: a block that is called without its model runs as Jittor runs it. Numbers written into a
+parameter are overwritten from its master by the next step. Without masters, step by
+`xmem.optimizer_step`: after Jittor's own step a half parameter that had a float32 gradient is
+float32. Not under MPI, whose reductions in Jittor do not take half gradients.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import jittor as jt
+
+from xmem import casting
+from xmem.errors import CapabilityError, UsageError
+from xmem.records import Cast
+from xmem_jittor import halves
+from xmem_jittor.checkpoint import Checkpoint
+from xmem_jittor.precision import Precision
+
+# Updated by small steps in forward, which would be lost to rounding.
+_STATISTICS = ("running_mean", "running_var")
+
+_masters: WeakKeyDictionary[Any, Masters] = WeakKeyDictionary()
+
+
+class Masters:
+    """The float32 masters in an optimizer, and the model's parameters they stand for.
+
+    Args:
+        optimizer: its groups hold the model's parameters.
+        masters: by the id of a parameter.
+
+    Attributes:
+        parameters: the model's, by group of the optimizer.
+    """
+
+    def __init__(self, optimizer: Any, masters: dict[int, Any]) -> None:
+        # Weak: the optimizer holds this object, by the methods it gets.
+        self._optimizer: Callable[[], Any] = ref(optimizer)
+        self._before = {name: vars(optimizer).get(name) for name in ("backward", "step")}
+        self.parameters = [list(group["params"]) for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["params"] = [masters.get(id(p), p) for p in group["params"]]
+        optimizer.backward = self.backward
+        optimizer.step = self.step
+        _masters[optimizer] = self
+
+    def backward(self, loss: Any, retain_graph: bool = False) -> None:
+        """Compute gradients with respect to the parameters, for the masters."""
+        optimizer = self._optimizer()
+        pairs = list(zip(optimizer.param_groups, self.parameters, strict=False))
+        masters = [group["params"] for group, _ in pairs]
+        for group, parameters in pairs:
+            group["params"] = parameters
+        try:
+            self._original("backward")(loss, retain_graph)
+        finally:
+            for (group, _), held in zip(pairs, masters, strict=True):
+                group["params"] = held
+        for group, parameters in pairs:
+            for p, master, g in zip(parameters, group["params"], group["grads"], strict=True):
+                if str(g.dtype) != str(master.dtype):
+                    g.update(halves.cast(g, master.dtype))
+                if p.is_stop_grad() != master.is_stop_grad():
+                    (master.stop_grad if p.is_stop_grad() else master.start_grad)()
+                optimizer._grad_map[id(p)] = g  # for Var.opt_grad, by the name that users have
+
+    def step(self, loss: Any = None, retain_graph: bool = False) -> Any:
+        """Update the masters and round them into the parameters."""
+        result = self._original("step")(loss, retain_graph)
+        for parameter, master in self.pairs():
+            if not parameter.is_stop_grad():
+                parameter.update(halves.to_half(master.detach(), str(parameter.dtype)))
+        return result
+
+    def _original(self, name: str) -> Any:
+        optimizer = self._optimizer()
+        return self._before[name] or getattr(type(optimizer), name).__get__(optimizer)
+
+    def pairs(self) -> list[tuple[Any, Any]]:
+        """Return each parameter that was cast with its master."""
+        optimizer = self._optimizer()
+        return [
+            (parameter, master)
+            for group, parameters in zip(optimizer.param_groups, self.parameters, strict=False)
+            for parameter, master in zip(parameters, group["params"], strict=True)
+            if parameter is not master
+        ]
+
+    def withdraw(self) -> None:
+        """Give the optimizer the parameters back."""
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return
+        for group, parameters in zip(optimizer.param_groups, self.parameters, strict=False):
+            group["params"] = parameters
+        for name, before in self._before.items():
+            if before is None:
+                del vars(optimizer)[name]
+            else:
+                setattr(optimizer, name, before)
+        _masters.pop(optimizer, None)
+
+
+def masters_of(optimizer: Any) -> list[Any]:
+    """Return the masters that an optimizer holds."""
+    masters = _masters.get(optimizer) if isinstance(optimizer, jt.optim.Optimizer) else None
+    return [] if masters is None else [master for _, master in masters.pairs()]
+
+
+def parameters_of(optimizer: Any) -> list[list[Any]]:
+    """Return the model's parameters by group, also where the optimizer holds masters for them."""
+    held = [group["params"] for group in optimizer.param_groups]
+    masters = _masters.get(optimizer)
+    if masters is not None:
+        held[: len(masters.parameters)] = masters.parameters
+    return held
+
+
+def cast_model(model: Any, dtype: str, optimizer: Any) -> Cast:
+    """Cast in place, each parameter behind its handle, so tied weights stay tied.
+
+    See `xmem.protocols.Precision.cast_model`.
+    """
+    cast = _to_cast(model)
+    masters: dict[int, Any] = {}
+    if optimizer is not None:
+        _check_optimizer(model, optimizer)
+        given = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        masters = {id(p): _master(p) for p in cast.values() if id(p) in given}
+    for parameter in cast.values():
+        parameter.update(halves.to_half(parameter.detach(), dtype))
+    jt.sync([*cast.values(), *masters.values()])
+    held = Masters(optimizer, masters) if optimizer is not None else None
+    unwrap = _compute_in(model, dtype)
+    done = False
+
+    def undo() -> None:
+        nonlocal done
+        if done:
+            return
+        done = True
+        unwrap()
+        for parameter in cast.values():
+            master = masters.pop(id(parameter), parameter)
+            parameter.update(halves.to_float32(master.detach()))
+        if held is not None:
+            held.withdraw()
+
+    return Cast(
+        names=tuple(cast),
+        saved_bytes=sum(p.nbytes for p in cast.values()),  # half of float32 is what is left
+        master_bytes=sum(m.nbytes for m in masters.values()),
+        undo=undo,
+    )
+
+
+def _to_cast(model: Any) -> dict[str, Any]:
+    found = {}
+    for name, parameter in model.named_parameters():
+        if str(parameter.dtype) in ("float16", "bfloat16"):
+            raise UsageError(
+                f"{name} is {parameter.dtype} already: cast_model takes a model in float32, from"
+                " which masters can be made. Call model.float32() before it, or undo() of the"
+                " receipt that an earlier cast_model gave"
+            )
+        if str(parameter.dtype) == "float32" and name.rpartition(".")[2] not in _STATISTICS:
+            found[name] = parameter
+    return found
+
+
+def _check_optimizer(model: Any, optimizer: Any) -> None:
+    if not isinstance(optimizer, jt.optim.Optimizer):
+        raise UsageError(f"optimizer={optimizer!r}: give a jt.optim.Optimizer, or None")
+    if jt.in_mpi:
+        raise CapabilityError(
+            "masters do not work under MPI: Jittor 1.3.11 reduces no half gradients. Train in"
+            " float32 under xmem.autocast instead"
+        )
+    known = {id(p) for p in model.parameters()}
+    given = [p for group in optimizer.param_groups for p in group["params"]]
+    strange = sum(id(p) not in known for p in given)
+    if strange:
+        raise UsageError(
+            f"{strange} of the optimizer's {len(given)} parameters are not the model's. Give the"
+            " optimizer that was made from this model's parameters"
+        )
+
+
+def _master(parameter: Any) -> Any:
+    """Return what takes over the parameter's memory."""
+    master = parameter.detach()
+    return master.stop_grad() if parameter.is_stop_grad() else master.start_grad()
+
+
+def _compute_in(model: Any, dtype: str) -> Callable[[], None]:
+    """Let a model run its forward under autocast; returns the undo."""
+    precision = Precision()
+
+    def wrap(forward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            now = casting.current()
+            if now is not None and now.enabled:
+                return forward(*args, **kwargs)
+            with precision.autocast(casting.Casting(dtype)):
+                return forward(*args, **kwargs)
+
+        return run
+
+    return Checkpoint().replace_forward(model, wrap)

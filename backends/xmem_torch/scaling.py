@@ -1,0 +1,67 @@
+"""Loss scaling on PyTorch: torch.amp.GradScaler (2.13), which works on a CPU too."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from xmem_torch.masters import check_gradients
+
+
+class Scaler:
+    """Scales losses; see `xmem.protocols.Scaler`.
+
+    A fused optimizer is told on the device whether to skip, so that nothing waits. Its first step
+    waits: PyTorch makes the state before it skips, and leaves the momentum of SGD uninitialised
+    (`_fused_sgd`: `empty_like`, then the kernel returns early).
+    """
+
+    def __init__(self, device: str, *, init_scale: float, **settings: Any) -> None:
+        self._scaler = torch.amp.GradScaler(device, init_scale=init_scale, **settings)
+        self._unscaled: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._begun: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def scale(self, loss: Any) -> Any:
+        """Multiply on the device."""
+        return self._scaler.scale(loss)
+
+    def unscale_(self, optimizer: Any) -> None:
+        """Leave it to PyTorch, which notes what it finds on the device."""
+        check_gradients(optimizer)
+        self._scaler.unscale_(optimizer)
+        self._unscaled.add(optimizer)
+
+    def step(self, optimizer: Any) -> Any:
+        """Leave it to PyTorch, once the optimizer has its state."""
+        check_gradients(optimizer)
+        if not optimizer.state and optimizer not in self._begun:  # SGD alone never has any
+            if optimizer not in self._unscaled:
+                self.unscale_(optimizer)
+            if self._found_inf(optimizer):
+                return None
+        result = self._scaler.step(optimizer)
+        self._begun.add(optimizer)
+        return result
+
+    def _found_inf(self, optimizer: Any) -> bool:
+        state = self._scaler._per_optimizer_states[id(optimizer)]
+        return any(found.item() for found in state["found_inf_per_device"].values())
+
+    def update(self, new_scale: float | None) -> None:
+        """Leave it to PyTorch."""
+        self._scaler.update(new_scale)
+        self._unscaled.clear()
+
+    def get_scale(self) -> float:
+        """Read it from the device."""
+        return float(self._scaler.get_scale())
+
+    def state_dict(self) -> dict[str, Any]:
+        """The keys are PyTorch's own."""
+        return dict(self._scaler.state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """A scale that is an integer becomes a float."""
+        self._scaler.load_state_dict({**state, "scale": float(state["scale"])})
