@@ -50,17 +50,23 @@ benchmarks: $(READY)
 	@$(BIN)/python benchmarks/chain.py benchmarks/results
 	@$(BIN)/python benchmarks/checkpoint_overhead.py benchmarks/results
 	@$(BIN)/python benchmarks/meter_overhead.py benchmarks/results
+	@$(BIN)/python benchmarks/planner.py benchmarks/results
 
-# The main job once more, kept under benchmarks/results/ and in the README's tables.
+# The main job once more, kept under benchmarks/results/ and in the README's tables; and long
+# trainings with their loss curves.
 record: $(READY)
 	@$(BIN)/xmem compare $(foreach b,$(BACKENDS),--backend $(b)) -o $(REPORT)
 	@cp $(REPORT)/report.json benchmarks/results/cpu-quick.json
 	@cp $(REPORT)/report.md benchmarks/results/cpu-quick.md
 	@$(BIN)/python tools/readme_table.py
+	@$(BIN)/xmem compare $(foreach b,$(BACKENDS),--backend $(b)) --steps 300 --workload gpt2-text \
+	  --workload resnet18-patterns --technique baseline --technique autocast -o $(REPORT)-training
+	@cp $(REPORT)-training/report.json benchmarks/results/cpu-training.json
+	@cp $(REPORT)-training/report.md benchmarks/results/cpu-training.md
 
 # On a machine with an NVIDIA GPU and the frameworks installed; elsewhere it says so and ends well.
 gpu-check:
 	@PATH="$(CURDIR)/$(BIN):$$PATH" PYTHONPATH="$(CURDIR):$(CURDIR)/backends:$$PYTHONPATH" $(PYTHON) tools/gpu_check.py
 
 clean:
-	rm -rf $(VENV) dist build $(REPORT)
+	rm -rf $(VENV) dist build $(REPORT) $(REPORT)-training
