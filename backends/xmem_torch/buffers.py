@@ -72,9 +72,9 @@ class Buffers:
         """Whether the first pass wrote any; for use after its end."""
         return bool(self._before)
 
-    def wrote(self, module: Any, name: str) -> bool:
-        """Say whether the first pass wrote a buffer; for use after its end."""
-        return any(e.module is module and e.name == name for e in self._before)
+    def wrote(self, module: Any) -> set[str]:
+        """Return the buffers of a module that the first pass wrote; for use after its end."""
+        return {e.name for e in self._before if e.module is module}
 
     @contextmanager
     def as_they_were(self) -> Iterator[None]:
@@ -119,10 +119,14 @@ class Places:
 
     def exchanged(self) -> list[tuple[dict[str, Any], dict[str, Any], str]]:
         """Return where something else is now: (where, what was there by name, the name)."""
-        return [
-            (held, before, name)
+        changed = [
+            (held, before)
             for held, before in self._held
             if len(held) != len(before) or not all(map(is_, held.values(), before.values()))
+        ]
+        return [
+            (held, before, name)
+            for held, before in changed
             for name, tensor in before.items()
             if held.get(name) is not tensor and tensor is not None
         ]

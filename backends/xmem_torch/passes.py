@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -23,17 +23,6 @@ def apart(
     tensors: list[torch.Tensor] = []
     template = take_apart(snapshot((tuple(args), dict(kwargs))), torch.Tensor, tensors)
     return tensors, lambda given: fill(snapshot(template), given)
-
-
-@contextmanager
-def weight_casts_not_kept() -> Iterator[None]:
-    """Switch autocast's cache off in both passes: it would hold half weights through the region."""
-    enabled = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(enabled)
 
 
 class Again:

@@ -52,18 +52,18 @@ def reach(function: Callable[..., Any]) -> Reached:
     types: set[type] = set()
     for module in modules:
         types.update(map(type, module.__dict__.values()))
-    generators = tuple(kinds)
-    held = [kind for kind in types if _is_a(kind, generators)]
+    held, attributes = _held_by(frozenset(types), tuple(kinds))
     if held:
         streams += [v for m in modules for v in m.__dict__.values() if type(v) in held]
-    attributes = any(_is_a(kind, torch.Tensor) for kind in types)
     return Reached(modules, list(dict.fromkeys(streams)), tensors, attributes)
 
 
 # Asking for subclasses of a Tensor goes through its metaclass, which takes microseconds.
-@functools.lru_cache(maxsize=1024)
-def _is_a(kind: type, of: Any) -> bool:
-    return issubclass(kind, of)
+@functools.lru_cache(maxsize=256)
+def _held_by(types: frozenset[type], generators: tuple[type, ...]) -> tuple[set[type], bool]:
+    """Return which types of attributes are generators, and whether any is a tensor."""
+    held = {kind for kind in types if issubclass(kind, generators)}
+    return held, any(issubclass(kind, torch.Tensor) for kind in types)
 
 
 def _all_inside(modules: list[Any]) -> list[Any]:

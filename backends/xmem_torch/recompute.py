@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ from xmem.randomness import Streams
 from xmem.records import Recompute
 from xmem_torch import left, precision
 from xmem_torch.buffers import Buffers, Places
-from xmem_torch.passes import Again, Guarded, apart, ends_in_rrelu, top_hooks, weight_casts_not_kept
+from xmem_torch.passes import Again, Guarded, apart, ends_in_rrelu, top_hooks
 from xmem_torch.reach import reach, stream_kinds
 from xmem_torch.statistics import statistics_untouched
 from xmem_torch.tensors import sample, shown, version, versions_of
@@ -72,7 +72,7 @@ class Region:
         self._how = how
         self._reached = reach(function)
         self.modules = self._reached.modules
-        self._flags = [(module, module.training) for module in self.modules]
+        self._training = [module.training for module in self.modules]
         self._casting = precision.capture()
         self._first: list[tuple[Any, ...]] = []
         self._second: list[tuple[Any, ...]] = []
@@ -98,15 +98,21 @@ class Region:
             filled, named = first.pop() if first else refill(given)
             return settled(self._function(*filled, **named))  # all of it runs in here
 
-        with weight_casts_not_kept(), left.region(tensors):
-            output = torch_checkpoint(
-                call,
-                *tensors,
-                use_reentrant=False,
-                preserve_rng_state=self._how.preserve_rng,
-                determinism_check="none",  # made below, where it can say what differs
-                context_fn=lambda: (self._watching(), Again(self._second_pass)),
-            )
+        counted = nullcontext() if current() is None else left.region(tensors)
+        caching = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)  # it would hold half weights through the region
+        try:
+            with counted:
+                output = torch_checkpoint(
+                    call,
+                    *tensors,
+                    use_reentrant=False,
+                    preserve_rng_state=self._how.preserve_rng,
+                    determinism_check="none",  # made below, where it can say what differs
+                    context_fn=lambda: (self._watching(), Again(self._second_pass)),
+                )
+        finally:
+            torch.set_autocast_cache_enabled(caching)
         if self._streams is not None:
             self._streams.first_pass_ended()
         self._buffers.first_pass_ended()
@@ -118,20 +124,23 @@ class Region:
                 " Use the operation that is not in place, or clone the input first."
             )
         self._runs_to_end = self._first[-2:-1] == self._first[-1:] and ends_in_rrelu(output)
-        self._read = list(self._around())
+        self._read = self._around()
         self._versions = versions_of(self._read)
         return output
 
-    def _around(self) -> Iterator[torch.Tensor]:
-        """Yield the tensors that the function may read beside its inputs, and does not write."""
-        yield from self._reached.tensors
+    def _modes_changed(self) -> bool:
+        return [module.training for module in self.modules] != self._training
+
+    def _around(self) -> list[torch.Tensor]:
+        """Return the tensors that the function may read beside its inputs, and does not write."""
+        found = list(self._reached.tensors)
         for module in self.modules:
             if module._parameters:
-                yield from (p for p in module._parameters.values() if p is not None)
+                found += module._parameters.values()
             if module._buffers and not (module.training and isinstance(module, _NormBase)):
-                for name, buffer in module._buffers.items():
-                    if buffer is not None and not self._buffers.wrote(module, name):
-                        yield buffer
+                written = self._buffers.wrote(module)
+                found += (b for name, b in module._buffers.items() if name not in written)
+        return [tensor for tensor in found if tensor is not None]
 
     def _changed_inputs(self) -> str:
         for index, (reference, was) in enumerate(self._inputs):
@@ -191,15 +200,14 @@ class Region:
     @contextmanager
     def _second_pass(self) -> Iterator[None]:
         pack, unpack = top_hooks()
-        first = self._first
         self._second = second = list[tuple[Any, ...]]()
+        expected, noted = iter(self._first), second.append
 
         def save(tensor: torch.Tensor) -> Any:
             found = tensor.shape, tensor.dtype
-            index = len(second)
-            second.append(found)
-            if index < len(first) and first[index] != found:
-                raise self._difference(index)
+            noted(found)
+            if next(expected, found) != found:
+                raise self._difference(len(second) - 1)
             try:
                 return pack(tensor)
             except _StopRecomputationError:
@@ -215,8 +223,9 @@ class Region:
 
     def _to_restore(self) -> Iterator[AbstractContextManager[Any]]:
         """Yield what puts back what has changed since the first pass; most often nothing has."""
-        if any(module.training != was for module, was in self._flags):
-            yield as_they_were(self._flags, "training")
+        if self._modes_changed():
+            flags = list(zip(self.modules, self._training, strict=True))
+            yield as_they_were(flags, "training")
         if self._places.exchanged():
             yield self._places.as_they_were()
         if self._buffers.written:
@@ -257,7 +266,7 @@ class Region:
             return otherwise
         if not self._how.preserve_rng:
             return "randomness"
-        if any(module.training != was for module, was in self._flags):
+        if self._modes_changed():
             return "mode"
         return otherwise
 

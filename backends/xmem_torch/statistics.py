@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.nn import SyncBatchNorm
@@ -69,8 +68,7 @@ def _put(forwards: dict[Any, Callable[..., Any]]) -> None:
         kind.forward = forward
 
 
-@contextmanager
-def statistics_untouched(modules: Sequence[Any]) -> Iterator[None]:
+class statistics_untouched:  # noqa: N801  a context manager
     """Let no normalisation layer that this thread runs in the block update its statistics.
 
     Batch statistics are used all the same. Layers that are not known beforehand (in a list of the
@@ -81,22 +79,26 @@ def statistics_untouched(modules: Sequence[Any]) -> Iterator[None]:
     Args:
         modules: those that are known to run.
     """
-    known = [module for module in modules if module.training and _updates(module)]
-    thread = threading.get_ident()
-    for module in known:
-        _freeze(module)
-    with _lock:
-        if not _threads:
-            _put(_QUIET)
-        _threads[thread] = _threads.get(thread, 0) + 1
-    try:
-        yield
-    finally:
+
+    def __init__(self, modules: Sequence[Any]) -> None:
+        self._known = [module for module in modules if module.training and _updates(module)]
+
+    def __enter__(self) -> None:
+        for module in self._known:
+            _freeze(module)
+        thread = threading.get_ident()
+        with _lock:
+            if not _threads:
+                _put(_QUIET)
+            _threads[thread] = _threads.get(thread, 0) + 1
+
+    def __exit__(self, *error: object) -> None:
+        thread = threading.get_ident()
         with _lock:
             _threads[thread] -= 1
             if not _threads[thread]:
                 del _threads[thread]
             if not _threads:
                 _put(_ORIGINALS)
-        for module in known:
+        for module in self._known:
             _thaw(module)
