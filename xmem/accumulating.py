@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,30 @@ _state = threading.local()
 def current() -> Accumulation | None:
     """Return the accumulation that `backward` is called in, in this thread."""
     return getattr(_state, "accumulation", None)
+
+
+def check(what: str) -> None:
+    """Refuse a function between micro-batches; see `Accumulation.check`."""
+    accumulation = current()
+    if accumulation is not None:
+        accumulation.check(what)
+
+
+unscaled: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Optimizers whose gradients a scaler has unscaled, and which have not stepped since."""
+
+
+def check_scale(optimizer: Any) -> None:
+    """Refuse to add gradients to others that are of another scale.
+
+    Raises:
+        UsageError: a scaler has unscaled those that are there.
+    """
+    if optimizer in unscaled:
+        raise UsageError(
+            "backward after unscale_: gradients of a scaled loss would be added to unscaled ones."
+            " Call scaler.step(optimizer) and scaler.update() first"
+        )
 
 
 class Accumulation:
@@ -49,6 +74,7 @@ class Accumulation:
         self._model = model
         self._scaler = scaler
         self._apart = ExitStack()
+        self._seen: list[Any] = []
 
     @property
     def is_last(self) -> bool:
@@ -62,6 +88,7 @@ class Accumulation:
                 " Leave the outer block first"
             )
         self.done = 0
+        self._seen.clear()
         if self._model is not None and self.steps > 1:
             apart: AbstractContextManager[Any] = self._backend.training.unreduced(self._model)
             self._apart.enter_context(apart)
@@ -79,6 +106,8 @@ class Accumulation:
                 f"accumulate(steps={self.steps}) has had its {self.steps} micro-batches; one more"
                 " would weigh too much. Give the right number of steps"
             )
+        if not any(optimizer is seen for seen in self._seen):
+            self._seen.append(optimizer)
         training = self._backend.training
         training.backward(loss / self.steps if self.steps > 1 else loss, optimizer)
         training.finish_micro_batch(optimizer)
@@ -86,31 +115,53 @@ class Accumulation:
         if self.is_last:
             self._apart.close()  # the last one is reduced over all processes
 
-    def check_step(self) -> None:
-        """Refuse an update from a part of the micro-batches.
+    def check(self, what: str) -> None:
+        """Refuse what takes a part of the gradients for the whole.
+
+        Args:
+            what: the function's name.
 
         Raises:
-            UsageError: some are missing.
+            UsageError: some micro-batches have been added, and some are missing.
+        """
+        if 0 < self.done < self.steps:
+            raise UsageError(
+                f"{what} was called after {self.done} of {self.steps} micro-batches. Call it once,"
+                " after the block of accumulate"
+            )
+
+    def check_step(self) -> None:
+        """Refuse an update from a part of the micro-batches, or a second one.
+
+        Raises:
+            UsageError: some are missing, or the block steps the optimizer itself.
         """
         if self.done < self.steps:
             raise UsageError(
                 f"the optimizer was to step after {self.done} of {self.steps} micro-batches. Step"
                 " once, after the block of accumulate"
             )
+        if self._optimizer is not None:
+            raise UsageError(
+                "accumulate(steps, optimizer) steps the optimizer at the end of its block; leave"
+                " this step out, or give accumulate no optimizer"
+            )
 
     def __exit__(self, *error: Any) -> None:
         self._apart.close()
         _state.accumulation = None
-        if error[0] is not None:
+        if error[0] is None and self.done == self.steps:
+            if self._optimizer is not None:
+                self._step()
             return
-        if self.done < self.steps:
+        for optimizer in self._seen:  # a part of the gradients is of no use to anyone
+            self._backend.training.zero_grad(optimizer)
+        if error[0] is None:
             raise UsageError(
                 f"accumulate(steps={self.steps}) has had {self.done} micro-batches, so that their"
                 " gradients weigh too little. Give the number there is, for the remainder of a"
                 " data set too"
             )
-        if self._optimizer is not None:
-            self._step()
 
     def _step(self) -> None:
         training = self._backend.training

@@ -11,6 +11,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from xmem.casting import Casting, OperationLog, current
@@ -59,6 +60,13 @@ class Autocast:
         log = OperationLog(outer.log if outer is not None else None)
         self._log = log
         casting = Casting(self.dtype, self._operations, self._modules, log, self._backend)
+        if outer is not None and outer.enabled and casting.enabled:  # what it keeps stays kept
+            others = [m for m in outer.modules if not any(m is own for own in self._modules)]
+            casting = replace(
+                casting,
+                operations=casting.operations | outer.operations,
+                modules=(*casting.modules, *others),
+            )
         block = self._backend.precision.autocast(casting)
         block.__enter__()
         _entered.blocks = (*_blocks(), (block, log))
@@ -75,7 +83,19 @@ class Autocast:
         return bool(suppressed)
 
     def __call__(self, function: Function) -> Function:
-        """Decorate a function: each call runs in a block of its own."""
+        """Decorate a function: each call runs in a block of its own.
+
+        Raises:
+            UsageError: a generator or a coroutine, whose body does not run in the call.
+        """
+        kinds = (
+            inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction,
+        )  # fmt: skip
+        if any(kind(function) for kind in kinds):
+            raise UsageError(
+                f"{function!r} is a generator or a coroutine, and runs when its call has returned."
+                " Enter xmem.autocast inside it"
+            )
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with self:
@@ -96,7 +116,11 @@ class Autocast:
 
     @property
     def receipt(self) -> Receipt:
-        """What the block entered last did, and what it should save of what backward reads."""
+        """What the block entered last did, and what it should save of what backward reads.
+
+        Bytes are added up over all forward passes inside it; what `xmem.operations` has no name for
+        (dropout, additions) is not counted.
+        """
         log = self._log
         names = [name for name, types in log.operations.items() if set(types) & HALF_TYPES]
         calls = sum(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from xmem.casting import current, in_force
 from xmem.errors import UsageError
 from xmem.receipts import Receipt, issue
 from xmem.sizes import format_size
@@ -23,13 +24,16 @@ def _check_module(backend: Backend, model: Any) -> None:
 def inference(backend: Backend, model: Any, inputs: Sequence[Any] | None) -> Iterator[Receipt]:
     """Enter evaluation mode without gradients; see `xmem.inference`."""
     _check_module(backend, model)
-    with backend.training.evaluating(model) as modules:
-        saving = None
-        note = "pass inputs= to have measured what forward would leave for backward"
-        if inputs is not None:
-            given = tuple(inputs) if isinstance(inputs, (list, tuple)) else (inputs,)
+    saving = None
+    note = "pass inputs= to have measured what forward would leave for backward"
+    if inputs is not None:
+        given = tuple(inputs) if isinstance(inputs, (list, tuple)) else (inputs,)
+        casting = current()  # measured in its precision, and not listed among what it ran
+        unlisted = nullcontext() if casting is None else in_force(casting.again())
+        with unlisted:
             saving = backend.checkpoint.cost(model, given, {}).saved_bytes
-            note = f"forward would leave {format_size(saving)} for backward"
+        note = f"forward would leave {format_size(saving)} for backward"
+    with backend.training.evaluating(model) as modules:
         receipt = Receipt(
             "inference", backend.name, modules, expected_saving_bytes=saving, note=note
         )
@@ -44,6 +48,7 @@ def cast_model(backend: Backend, model: Any, dtype: str, optimizer: Any) -> Rece
     cast = backend.precision.cast_model(model, dtype, optimizer)
     masters = (
         f"; the optimizer holds {format_size(cast.master_bytes)} of float32 masters"
+        + ("" if cast.master_bytes >= 2 * cast.saved_bytes else ", none of what it does not hold")
         if optimizer is not None
         else "; without masters: pass optimizer= to have small updates not lost to rounding"
     )

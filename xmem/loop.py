@@ -54,7 +54,11 @@ def backward(loss: Any, optimizer: Any) -> None:
     """Compute the gradients of a scalar loss for the optimizer's parameters, and add them up.
 
     Inside `xmem.accumulate` the loss is divided by the number of micro-batches.
+
+    Raises:
+        UsageError: the gradients that are there have been unscaled already.
     """
+    accumulating.check_scale(optimizer)
     accumulation = accumulating.current()
     if accumulation is None:
         active().training.backward(loss, optimizer)
@@ -75,7 +79,13 @@ def optimizer_step(optimizer: Any) -> Any:
 
 
 def zero_grad(optimizer: Any) -> None:
-    """Forget the gradients and give their memory back."""
+    """Forget the gradients and give their memory back.
+
+    Raises:
+        UsageError: between the micro-batches of `xmem.accumulate`.
+    """
+    accumulating.check("zero_grad")
+    accumulating.unscaled.discard(optimizer)
     active().training.zero_grad(optimizer)
 
 
@@ -94,12 +104,13 @@ def clip_grad_norm_(target: Any, max_norm: float, *, norm_type: float = 2.0) -> 
         The norm before, a scalar of the framework that has not been waited for.
 
     Raises:
-        UsageError: a norm that is not above 0, or gradients that are not there.
+        UsageError: a norm that is not above 0, gradients that are not there, or a part of them.
     """
     if not max_norm > 0 or not norm_type > 0:
         raise UsageError(
             f"clip_grad_norm_ got max_norm={max_norm!r}, norm_type={norm_type!r}: both are above 0"
         )
+    accumulating.check("clip_grad_norm_")
     return active().training.clip_grad_norm_(target, float(max_norm), norm_type=float(norm_type))
 
 
@@ -164,7 +175,7 @@ def cast_model(model: Any, dtype: str = "auto", *, optimizer: Any = None) -> Rec
     Args:
         model: a native module; inputs then have to be of the half type too.
         dtype: "auto", "bfloat16" or "float16".
-        optimizer: the optimizer of the model's parameters; it is changed in place.
+        optimizer: the optimizer of the model's parameters, or several; changed in place.
 
     Returns:
         A receipt; `receipt.undo()` puts float32 back, with what was learnt since.

@@ -75,7 +75,8 @@ class GradScaler:
         """Divide the optimizer's gradients by the scale, once before `step`; for clipping.
 
         Raises:
-            UsageError: they have been unscaled, or stepped, since the last update.
+            UsageError: they have been unscaled, or stepped, since the last update, or are a part
+                of what `xmem.accumulate` adds up.
         """
         if not self.enabled:
             return
@@ -83,8 +84,10 @@ class GradScaler:
             raise UsageError("unscale_ comes before step; call update() after each step")
         if optimizer in self._unscaled:
             raise UsageError("unscale_ has been called for this optimizer since the last update()")
+        accumulating.check("unscale_")
         self._scaler.unscale_(optimizer)
         self._unscaled.add(optimizer)
+        accumulating.unscaled.add(optimizer)
 
     def step(self, optimizer: Any) -> Any:
         """Step the optimizer if all its gradients are finite; returns what its step returns.
@@ -101,6 +104,7 @@ class GradScaler:
             return loop.optimizer_step(optimizer)
         result = self._scaler.step(optimizer)
         self._stepped.add(optimizer)
+        accumulating.unscaled.discard(optimizer)
         return result
 
     def update(self, new_scale: float | None = None) -> None:
@@ -119,6 +123,8 @@ class GradScaler:
         elif not self._stepped and not self._unscaled:
             raise UsageError("update comes after step(optimizer), and nothing has been stepped")
         self._scaler.update(new_scale)
+        for optimizer in self._unscaled:
+            accumulating.unscaled.discard(optimizer)
         self._stepped.clear()
         self._unscaled.clear()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -84,14 +85,9 @@ def test_more_micro_batches_take_no_more_memory(backend: Backend) -> None:
 def test_another_number_of_micro_batches_is_refused(backend: Backend) -> None:
     """Fewer, more, and a step in between."""
     run = _run(backend)
-    for steps, done, step_inside, said in (
-        (2, 1, False, "has had 1 micro-batches"),
-        (1, 2, False, "one more"),
-        (2, 1, True, "after 1 of 2"),
-    ):
+    for steps, done, said in ((2, 1, "has had 1 micro-batches"), (1, 2, "one more")):
         with pytest.raises(xmem.UsageError, match=said):
-            _accumulate(run, steps, done, step_inside=step_inside)
-        xmem.zero_grad(run.optimizer)
+            _accumulate(run, steps, done)
     with (
         pytest.raises(xmem.CompositionError, match="inside accumulate"),
         xmem.accumulate(1),
@@ -103,12 +99,57 @@ def test_another_number_of_micro_batches_is_refused(backend: Backend) -> None:
     run.step()  # nothing is left behind
 
 
-def _accumulate(run: SmallRun, steps: int, done: int, *, step_inside: bool) -> None:
+def _accumulate(
+    run: SmallRun, steps: int, done: int, then: Callable[[], object] | None = None
+) -> None:
     with xmem.accumulate(steps):
         for _ in range(done):
             xmem.backward(run.loss(), run.optimizer)
-        if step_inside:
+        if then is not None:
+            then()
+
+
+@pytest.mark.parametrize("called", ["optimizer_step", "zero_grad", "clip_grad_norm_"])
+def test_nothing_takes_a_part_of_the_micro_batches_for_the_whole(
+    backend: Backend, called: str
+) -> None:
+    """The classic mistakes; and the part is forgotten, so that the next block is right."""
+    run = _run(backend)
+    _, expected = run.loss_and_gradients()
+    further = {"clip_grad_norm_": (1.0,)}.get(called, ())
+    with pytest.raises(xmem.UsageError, match="after 1 of 2"):
+        _accumulate(run, 2, 1, lambda: getattr(xmem, called)(run.optimizer, *further))
+    _accumulate(run, 2, 2)
+    found = backend.training.gradients(run.model, run.optimizer)
+    assert relative_error(found, expected) <= 1e-6
+
+
+def test_a_block_left_by_an_error_leaves_no_part_of_the_gradients(backend: Backend) -> None:
+    """Whoever catches it goes on from nothing."""
+    run = _run(backend)
+    _, expected = run.loss_and_gradients()
+
+    def fail() -> None:
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        _accumulate(run, 2, 1, fail)
+    _accumulate(run, 1, 1)
+    found = backend.training.gradients(run.model, run.optimizer)
+    assert relative_error(found, expected) <= 1e-6
+
+
+def test_a_block_that_steps_by_itself_is_not_stepped_inside(backend: Backend) -> None:
+    """Two updates would be made of one."""
+    run = _run(backend)
+
+    def steps_inside() -> None:
+        with xmem.accumulate(1, run.optimizer):
+            xmem.backward(run.loss(), run.optimizer)
             xmem.optimizer_step(run.optimizer)
+
+    with pytest.raises(xmem.UsageError, match="steps the optimizer"):
+        steps_inside()
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])

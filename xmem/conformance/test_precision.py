@@ -120,6 +120,30 @@ def test_blocks_nest_and_a_disabled_one_is_plain(backend: Backend) -> None:
     assert outer.operations["linear"][inner.dtype] == inner.operations["linear"][inner.dtype]
 
 
+def test_an_inner_block_keeps_what_the_outer_one_keeps(backend: Backend) -> None:
+    """And more; outside of it, what it kept is in half again."""
+    run = _run(backend)
+    with xmem.autocast(keep_fp32=("linear",)):
+        with pytest.warns(xmem.XmemWarning, match="nothing"), xmem.autocast() as inner:
+            run.loss()
+        assert set(inner.operations["linear"]) == {"float32"}
+        with xmem.autocast(enabled=False):
+            run.loss()
+    with xmem.autocast() as block:
+        run.loss()
+    assert set(block.operations["linear"]) == {block.dtype}
+
+
+def test_what_runs_after_its_call_is_not_decorated(backend: Backend) -> None:
+    """A generator's body runs when it is asked for values."""
+    need(backend, "precision")
+    with pytest.raises(xmem.UsageError, match="generator"):
+
+        @xmem.autocast()
+        def generator() -> Any:
+            yield
+
+
 def test_a_decorated_function_runs_in_half_in_whatever_thread(backend: Backend) -> None:
     """Another thread's block is its own: this thread computes in float32 meanwhile."""
     run = _run(backend)

@@ -153,6 +153,32 @@ def test_calls_in_the_wrong_order_are_refused(
         call(calls[-1])
 
 
+def test_gradients_of_two_scales_are_not_added(backend: Backend) -> None:
+    """Backward after `unscale_`, and `unscale_` of a part of the micro-batches."""
+    run = _run(backend)
+    scaler = xmem.GradScaler()
+
+    def backward() -> None:
+        xmem.backward(scaler.scale(run.loss()), run.optimizer)
+
+    backward()
+    scaler.unscale_(run.optimizer)
+    with pytest.raises(xmem.UsageError, match="backward after unscale_"):
+        backward()
+    scaler.step(run.optimizer)
+    scaler.update()
+    xmem.zero_grad(run.optimizer)
+
+    def unscale_a_part() -> None:
+        with xmem.accumulate(2):
+            backward()
+            scaler.unscale_(run.optimizer)
+
+    with pytest.raises(xmem.UsageError, match="unscale_ was called after 1 of 2"):
+        unscale_a_part()
+    backward()
+
+
 @pytest.mark.parametrize(
     "options",
     [{"init_scale": 0.0}, {"growth_factor": 1.0}, {"backoff_factor": 1.0}, {"growth_interval": 0}],

@@ -76,8 +76,12 @@ def _patterns(workload: Workload, step: int) -> tuple[Array, Array]:
     generator = _generator(workload, f"inputs {step}")
     classes = generator.integers(0, workload.classes, shape[0], dtype=np.int32)
     noise = generator.standard_normal(shape, dtype=np.float32)
-    return noise + _PATTERN * pictures[classes], classes
+    inputs = noise + _PATTERN * pictures[classes]
+    wrong = generator.random(shape[0]) < _WRONG
+    others = generator.integers(0, workload.classes, shape[0], dtype=np.int32)
+    return inputs, np.where(wrong, others, classes)
 
 
-# So faint that classes are confused and the loss ends well above 0, where shares of it mean much.
-_PATTERN = np.float32(0.3)
+_PATTERN = np.float32(0.5)
+# So many labels say nothing: the loss ends on a plateau well above 0, where shares of it mean much.
+_WRONG = 0.3
