@@ -3,13 +3,16 @@
 Relies on `jt.optim.Optimizer` of Jittor 1.3.11: `param_groups[i]["grads"]` holds the gradients,
 beside "params", from the first backward on, also after a step; `__zero_grad` says whether the next
 backward overwrites them; `n_step`, from which `jt.optim.Adam` and its like correct their bias,
-counts calls of `backward`.
+counts calls of `backward`. `Var.update` under `jt.no_grad` freezes what it writes to, for good, so
+updates run with the flag off.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import weakref
+from contextlib import AbstractContextManager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -32,6 +35,8 @@ _SUM = """
 """
 # The n_step at an optimizer's last update, where we have seen that.
 _counts: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+# While scalers live: Jittor's own backward, and an entry for each of them.
+_counting: list[Any] = []
 
 
 def are_new(optimizer: Any) -> bool:
@@ -49,19 +54,25 @@ def of(optimizer: Any, *, before: str) -> list[Any]:
         before: the call that needs them, for the error.
 
     Raises:
-        UsageError: there are none, or a step has used them.
+        UsageError: there are none, a step has used them, or all parameters are frozen.
     """
     if not are_new(optimizer):
         raise UsageError(
             f"{before} came before backward: the optimizer has no gradients. Call"
             " xmem.backward(loss, optimizer) first."
         )
-    return [
+    found = [
         gradient
         for group in optimizer.param_groups
         for parameter, gradient in zip(group["params"], group["grads"], strict=True)
         if not parameter.is_stop_grad()
     ]
+    if not found:
+        raise UsageError(
+            f"{before}: there are no gradients, for all of the optimizer's parameters are frozen."
+            " Let some be trained: parameter.start_grad()"
+        )
+    return found
 
 
 def forget(optimizer: Any) -> None:
@@ -72,21 +83,28 @@ def forget(optimizer: Any) -> None:
     optimizer._grad_map = {}  # what Var.opt_grad has looked up
 
 
+def updating() -> AbstractContextManager[Any]:
+    """Let what is trainable stay so where it is updated, also inside of `jt.no_grad`."""
+    scope: AbstractContextManager[Any] = jt.flag_scope(no_grad=0)
+    return scope
+
+
 def step(optimizer: Any) -> Any:
     """Update the parameters, each in its own type.
 
     `Var.update` of Jittor 1.3.11 gives a parameter the type of what it is computed from: a half
     parameter with a float32 gradient or state would become float32.
     """
-    for group in optimizer.param_groups:
-        for parameter, gradient in zip(group["params"], group["grads"], strict=True):
-            if str(gradient.dtype) != str(parameter.dtype):
-                gradient.update(halves.cast(gradient, parameter.dtype))
-    before = [(p, str(p.dtype)) for group in optimizer.param_groups for p in group["params"]]
-    result = optimizer.step()
-    for parameter, dtype in before:
-        if str(parameter.dtype) != dtype:
-            parameter.update(halves.cast(parameter.detach(), dtype))
+    with updating():
+        for group in optimizer.param_groups:
+            for parameter, gradient in zip(group["params"], group["grads"], strict=True):
+                if str(gradient.dtype) != str(parameter.dtype):
+                    gradient.update(halves.cast(gradient, parameter.dtype))
+        before = [(p, str(p.dtype)) for group in optimizer.param_groups for p in group["params"]]
+        result = optimizer.step()
+        for parameter, dtype in before:
+            if str(parameter.dtype) != dtype:
+                parameter.update(halves.cast(parameter.detach(), dtype))
     _counts[optimizer] = optimizer.n_step
     return result
 
@@ -101,18 +119,38 @@ def backward(loss: Any, optimizer: Any) -> None:
         optimizer.n_step -= 1
 
 
-def take_back(optimizer: Any, losses: int) -> None:
-    """Forget the gradients and let `n_step` be what it was before they were computed.
-
-    Args:
-        optimizer: a Jittor optimizer.
-        losses: how many losses were scaled since the last update. In a loop of Jittor's own the
-            last update, where `n_step` is what it was, may be one that we have not seen.
-    """
-    calls = optimizer.n_step - _counts.get(optimizer, 0)
-    optimizer.n_step -= min(calls, losses) if losses else calls
+def take_back(optimizer: Any) -> None:
+    """Forget the gradients and let `n_step` be what it was before they were computed."""
+    optimizer.n_step = _counts.get(optimizer, optimizer.n_step - 1)
     _counts[optimizer] = optimizer.n_step
     forget(optimizer)
+
+
+def count(scaler: Any) -> None:
+    """Note, while a scaler lives, an optimizer's `n_step` whenever its first gradients come.
+
+    The updates of a loop of Jittor's own are seen by nothing else, and for which optimizer a loss
+    was scaled, only the call tells. Goes when Jittor counts updates itself.
+    """
+    if not _counting:
+        original = jt.optim.Optimizer.backward
+
+        @functools.wraps(original)
+        def counted(self: Any, loss: Any, retain_graph: bool = False) -> None:
+            if not are_new(self):
+                _counts[self] = self.n_step
+            original(self, loss, retain_graph)
+
+        jt.optim.Optimizer.backward = counted
+        _counting.append(original)
+    _counting.append(None)
+    weakref.finalize(scaler, _count_no_more).atexit = False
+
+
+def _count_no_more() -> None:
+    _counting.pop()
+    if len(_counting) == 1:
+        jt.optim.Optimizer.backward = _counting.pop()
 
 
 def norm(held: list[Any], p: float) -> Any:

@@ -16,7 +16,7 @@ from xmem.containers import fill, take_apart
 from xmem.operations import FLOAT32, FOLLOWING
 from xmem_jittor.derivatives import Derivative
 from xmem_jittor.ledger import tell
-from xmem_jittor.regions import Half, HalfOutput, is_float, is_half, raised
+from xmem_jittor.regions import Half, HalfOutput, Linear, is_float, is_half, raised
 
 # Jittor's attention is made of these where user code makes it.
 _PARTS_OF_ATTENTION = ("matmul", "softmax")
@@ -88,7 +88,7 @@ def apply(
     if derivative is not None:
         run = HalfOutput(operation, dtype, derivative, in_float32=kind.in_float32)
         output = run(*inputs)
-        tell(casting, kind.name, computes, halves=_recorded([output], inputs))
+        tell(casting, kind.name, computes, halves=_recorded([output], inputs), holder=run)
         return output
     halves = [is_half(x) or not kind.follows for x in activations]
     numbers = [x.id if half else None for x, half in zip(activations, halves, strict=True)]
@@ -105,6 +105,7 @@ def apply(
         kind.name,
         computes,
         halves=_recorded(kept, inputs),
+        holder=run,
         weights=() if kind.in_float32 else [w for w in weights if not is_half(w)],
     )
     return run(*inputs)
@@ -119,10 +120,46 @@ def _in_float32(
     casting: Casting, name: str, operation: Callable[..., Any], inputs: Sequence[Any]
 ) -> Any:
     tell(casting, name, "float32", whole=inputs)
-    if casting.enabled:
+    # Also where modules of a cast model are kept: their weights are in half, their inputs are not.
+    if casting.enabled or len({str(x.dtype) for x in inputs}) > 1:
         inputs = [raised(x) for x in inputs]
     with in_force(None):
         return operation(*inputs)
+
+
+def reach(function: Callable[..., Any], args: Any, kwargs: Any, *, linear: bool) -> Any:
+    """Call a function whose results leave half's range, in float32 where its tensors are in half.
+
+    It is none of `xmem.operations`: nothing is told of it, and nothing else changes.
+
+    Args:
+        function: takes tensors anywhere.
+        args: its arguments.
+        kwargs: those by name.
+        linear: it is, in its one tensor, so that backward needs nothing of that.
+    """
+    casting = current()
+    found: list[Any] = []
+    template = take_apart((args, kwargs), jt.Var, found)
+    if casting is None or not casting.enabled or not any(is_half(v) for v in found):
+        return function(*args, **kwargs)
+    places = [i for i, v in enumerate(found) if is_float(v)]
+
+    inputs = [found[place] for place in places]
+    for place in places:
+        found[place] = None  # or the operation would keep it, not rounded
+
+    def operation(*values: Any) -> Any:
+        filled = list(found)
+        for place, value in zip(places, values, strict=True):
+            filled[place] = value
+        filled_args, filled_kwargs = fill(template, filled)
+        return function(*filled_args, **filled_kwargs)
+
+    if linear and len(inputs) == 1:
+        return Linear(operation)(*inputs)
+    numbers = [x.id if is_half(x) else None for x in inputs]
+    return Half(operation, casting.dtype, numbers, in_float32=True, rounds=False)(*inputs)
 
 
 def call(kind: Kind, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -137,6 +174,10 @@ def call(kind: Kind, function: Callable[..., Any], args: Any, kwargs: Any) -> An
             return function(*args, **kwargs)
     places = [i for i, v in enumerate(found) if is_float(v)]
 
+    inputs = [found[place] for place in places]
+    for place in places:
+        found[place] = None  # or the operation would keep it, not rounded
+
     def operation(*values: Any) -> Any:
         filled = list(found)
         for place, value in zip(places, values, strict=True):
@@ -144,4 +185,4 @@ def call(kind: Kind, function: Callable[..., Any], args: Any, kwargs: Any) -> An
         filled_args, filled_kwargs = fill(template, filled)
         return function(*filled_args, **filled_kwargs)
 
-    return apply(kind, operation, [found[place] for place in places])
+    return apply(kind, operation, inputs)

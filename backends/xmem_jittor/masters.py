@@ -5,13 +5,14 @@ running statistics too and knows no masters; and on a CPU a half layer fails in 
 a float32 gradient reaches it, since oneDNN's matmul takes float32 only. So a cast model runs its
 forward under autocast, on every device: its operations take half inputs and half weights.
 
-An optimizer gets masters in `param_groups[i]["params"]`, and a `backward` and a `step` of its own
-as instance attributes, which `Optimizer.state_dict` leaves out. `backward` differentiates with
-respect to the model's parameters and hands the gradients on in float32, `step` rounds the masters
-into the parameters. All else works on masters: `zero_grad`, clipping, loss scaling, accumulation.
+An optimizer gets masters in `param_groups[i]["params"]`, and a `backward`, a `step` and an
+`add_param_group` of its own as instance attributes, which `Optimizer.state_dict` leaves out.
+`backward` differentiates with respect to the model's parameters and hands the gradients on in
+float32, `step` rounds the masters into the parameters. All else works on masters: `zero_grad`,
+clipping, loss scaling, accumulation. Numbers that are loaded or assigned into a parameter go into
+its master before the next forward, backward or step, and the parameter is half again afterwards.
 
-Limits: a block that is called without its model runs as Jittor runs it. Numbers written into a
-parameter are overwritten from its master by the next step. Without masters, step by
+Limits: a block that is called without its model runs as Jittor runs it. Without masters, step by
 `xmem.optimizer_step`: after Jittor's own step a half parameter that had a float32 gradient is
 float32. Not under MPI, whose reductions in Jittor do not take half gradients.
 """
@@ -20,6 +21,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -28,7 +31,7 @@ import jittor as jt
 from xmem import casting
 from xmem.errors import CapabilityError, UsageError
 from xmem.records import Cast
-from xmem_jittor import halves
+from xmem_jittor import gradients, halves
 from xmem_jittor.checkpoint import Checkpoint
 from xmem_jittor.precision import Precision
 
@@ -43,25 +46,78 @@ class Masters:
 
     Args:
         optimizer: its groups hold the model's parameters.
-        masters: by the id of a parameter.
+        masters: by the id of a parameter; those of parameters that are added later join them.
+        dtype: of the parameters that have masters.
 
     Attributes:
         parameters: the model's, by group of the optimizer.
     """
 
-    def __init__(self, optimizer: Any, masters: dict[int, Any]) -> None:
+    def __init__(self, optimizer: Any, masters: dict[int, Any], dtype: str) -> None:
         # Weak: the optimizer holds this object, by the methods it gets.
         self._optimizer: Callable[[], Any] = ref(optimizer)
-        self._before = {name: vars(optimizer).get(name) for name in ("backward", "step")}
+        self._masters = masters
+        self._dtype = dtype
+        replaced = ("backward", "step", "add_param_group")
+        self._before = {name: vars(optimizer).get(name) for name in replaced}
         self.parameters = [list(group["params"]) for group in optimizer.param_groups]
+        # Of the tensor that a parameter stood for when it was rounded: another one is new values.
+        self._numbers = {id(p): p.id for p, _ in self._held()}
         for group in optimizer.param_groups:
             group["params"] = [masters.get(id(p), p) for p in group["params"]]
-        optimizer.backward = self.backward
-        optimizer.step = self.step
+        for name in replaced:
+            setattr(optimizer, name, getattr(self, name))
         _masters[optimizer] = self
+
+    def _held(self) -> list[tuple[Any, Any]]:
+        """Return each parameter that was cast with its master, also if the optimizer is gone."""
+        return [
+            (p, self._masters[id(p)])
+            for parameters in self.parameters
+            for p in parameters
+            if id(p) in self._masters
+        ]
+
+    def take_up(self) -> None:
+        """Let masters follow what was loaded or assigned into their parameters.
+
+        A parameter may stand for another tensor with the same numbers (`Var.start_grad`): where
+        the master, rounded, is what the parameter holds, it keeps what rounding has cut off.
+        """
+        with gradients.updating():
+            for parameter, master in self._held():
+                if parameter.id == self._numbers[id(parameter)]:
+                    continue
+                value = parameter.detach()
+                if str(value.dtype) == self._dtype:
+                    kept = halves.to_half(master.detach(), self._dtype)
+                    raised = halves.to_float32(value)
+                    same = halves.to_float32(kept) == raised
+                    master.update(jt.ternary(same, master.detach(), raised))
+                else:
+                    master.update(value.float32())
+                    parameter.update(halves.to_half(master.detach(), self._dtype))
+                self._numbers[id(parameter)] = parameter.id
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        """Add a group, with masters for those of its parameters that were cast."""
+        parameters = list(group["params"])
+        for p in parameters:
+            if id(p) not in self._masters and str(p.dtype) == self._dtype:
+                self._masters[id(p)] = _master(p)
+            if id(p) in self._masters:
+                self._numbers.setdefault(id(p), p.id)
+        group["params"] = [self._masters.get(id(p), p) for p in parameters]
+        self._original("add_param_group")(group)
+        self.parameters.append(parameters)
+        grads = self._optimizer().param_groups[0].get("grads")
+        if grads is not None and "grads" not in group:
+            # Else a step before the next backward would miss them.
+            group["grads"] = [jt.zeros(p.shape, p.dtype).stop_grad() for p in group["params"]]
 
     def backward(self, loss: Any, retain_graph: bool = False) -> None:
         """Compute gradients with respect to the parameters, for the masters."""
+        self.take_up()
         optimizer = self._optimizer()
         pairs = list(zip(optimizer.param_groups, self.parameters, strict=False))
         masters = [group["params"] for group, _ in pairs]
@@ -82,10 +138,13 @@ class Masters:
 
     def step(self, loss: Any = None, retain_graph: bool = False) -> Any:
         """Update the masters and round them into the parameters."""
-        result = self._original("step")(loss, retain_graph)
-        for parameter, master in self.pairs():
-            if not parameter.is_stop_grad():
-                parameter.update(halves.to_half(master.detach(), str(parameter.dtype)))
+        self.take_up()
+        with gradients.updating():
+            result = self._original("step")(loss, retain_graph)
+            for parameter, master in self.pairs():
+                if not parameter.is_stop_grad():
+                    parameter.update(halves.to_half(master.detach(), self._dtype))
+                    self._numbers[id(parameter)] = parameter.id
         return result
 
     def _original(self, name: str) -> Any:
@@ -118,7 +177,9 @@ class Masters:
 
 
 def masters_of(optimizer: Any) -> list[Any]:
-    """Return the masters that an optimizer holds."""
+    """Return the masters that an optimizer holds, or each of several."""
+    if isinstance(optimizer, (list, tuple)):
+        return [master for one in optimizer for master in masters_of(one)]
     masters = _masters.get(optimizer) if isinstance(optimizer, jt.optim.Optimizer) else None
     return [] if masters is None else [master for _, master in masters.pairs()]
 
@@ -138,16 +199,20 @@ def cast_model(model: Any, dtype: str, optimizer: Any) -> Cast:
     See `xmem.protocols.Precision.cast_model`.
     """
     cast = _to_cast(model)
-    masters: dict[int, Any] = {}
-    if optimizer is not None:
-        _check_optimizer(model, optimizer)
-        given = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        masters = {id(p): _master(p) for p in cast.values() if id(p) in given}
-    for parameter in cast.values():
-        parameter.update(halves.to_half(parameter.detach(), dtype))
+    optimizers = _each(optimizer)
+    for one in optimizers:
+        _check_optimizer(model, one)
+    given = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
+    masters = {id(p): _master(p) for p in cast.values() if id(p) in given}
+    with gradients.updating():
+        for parameter in cast.values():
+            parameter.update(halves.to_half(parameter.detach(), dtype))
     jt.sync([*cast.values(), *masters.values()])
-    held = Masters(optimizer, masters) if optimizer is not None else None
-    unwrap = _compute_in(model, dtype)
+    held = [Masters(one, masters, dtype) for one in optimizers]
+    unwrap = Checkpoint().replace_forward(
+        model, lambda forward: CastForward(_picklable(forward), dtype, tuple(cast.values()))
+    )
+    master_bytes = sum(m.nbytes for m in masters.values())
     done = False
 
     def undo() -> None:
@@ -156,18 +221,29 @@ def cast_model(model: Any, dtype: str, optimizer: Any) -> Cast:
             return
         done = True
         unwrap()
-        for parameter in cast.values():
-            master = masters.pop(id(parameter), parameter)
-            parameter.update(halves.to_float32(master.detach()))
-        if held is not None:
-            held.withdraw()
+        for one in held:
+            one.take_up()
+        with gradients.updating():
+            for parameter in cast.values():
+                master = masters.get(id(parameter), parameter)
+                parameter.update(halves.to_float32(master.detach()))
+        for one in held:
+            one.withdraw()
+        masters.clear()
 
     return Cast(
         names=tuple(cast),
         saved_bytes=sum(p.nbytes for p in cast.values()),  # half of float32 is what is left
-        master_bytes=sum(m.nbytes for m in masters.values()),
+        master_bytes=master_bytes,
         undo=undo,
     )
+
+
+def _each(optimizer: Any) -> list[Any]:
+    """Return the optimizers that were given: none, one, or a list of them."""
+    if optimizer is None:
+        return []
+    return list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
 
 
 def _to_cast(model: Any) -> dict[str, Any]:
@@ -186,7 +262,9 @@ def _to_cast(model: Any) -> dict[str, Any]:
 
 def _check_optimizer(model: Any, optimizer: Any) -> None:
     if not isinstance(optimizer, jt.optim.Optimizer):
-        raise UsageError(f"optimizer={optimizer!r}: give a jt.optim.Optimizer, or None")
+        raise UsageError(
+            f"optimizer={optimizer!r}: give a jt.optim.Optimizer, a list of them, or None"
+        )
     if jt.in_mpi:
         raise CapabilityError(
             "masters do not work under MPI: Jittor 1.3.11 reduces no half gradients. Train in"
@@ -203,24 +281,50 @@ def _check_optimizer(model: Any, optimizer: Any) -> None:
 
 
 def _master(parameter: Any) -> Any:
-    """Return what takes over the parameter's memory."""
-    master = parameter.detach()
+    """Return what takes over the memory of a parameter in float32."""
+    master = halves.cast(parameter.detach(), "float32")
     return master.stop_grad() if parameter.is_stop_grad() else master.start_grad()
 
 
-def _compute_in(model: Any, dtype: str) -> Callable[[], None]:
-    """Let a model run its forward under autocast; returns the undo."""
-    precision = Precision()
+def _picklable(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method in a form that is also pickled where it is none of its object's class."""
+    if isinstance(forward, MethodType):
+        return functools.partial(forward.__func__, forward.__self__)
+    return forward
 
-    def wrap(forward: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(forward)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            now = casting.current()
-            if now is not None and now.enabled:
-                return forward(*args, **kwargs)
-            with precision.autocast(casting.Casting(dtype)):
-                return forward(*args, **kwargs)
 
-        return run
+@dataclass(frozen=True)
+class CastForward:
+    """What a cast model runs instead of its forward: the same under autocast.
 
-    return Checkpoint().replace_forward(model, wrap)
+    An object and not a closure, so that it is copied and pickled with its model: a copy of the
+    model then computes with the copy's weights.
+
+    Attributes:
+        forward: the model's own forward, bound to it.
+        dtype: the half type.
+        parameters: those that were cast. What was loaded into them is rounded before they are used.
+    """
+
+    forward: Callable[..., Any]
+    dtype: str
+    parameters: tuple[Any, ...]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward."""
+        self._round()
+        now = casting.current()
+        if now is not None and now.enabled:
+            return self.forward(*args, **kwargs)
+        with Precision().autocast(casting.Casting(self.dtype)):
+            return self.forward(*args, **kwargs)
+
+    def _round(self) -> None:
+        if all(str(p.dtype) == self.dtype for p in self.parameters):
+            return
+        for masters in list(_masters.values()):
+            masters.take_up()  # before anything is rounded away
+        with gradients.updating():
+            for p in self.parameters:
+                if str(p.dtype) != self.dtype:
+                    p.update(halves.to_half(p.detach(), self.dtype))

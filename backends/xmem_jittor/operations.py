@@ -12,16 +12,23 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jittor as jt
-from jittor import attention, nn, pool
+from jittor import attention, misc, nn, pool
 
 from xmem.casting import Casting, current, in_force
 from xmem_jittor import derivatives
-from xmem_jittor.kinds import Kind, apply, call, plain
+from xmem_jittor.kinds import Kind, apply, call, plain, reach
 from xmem_jittor.ledger import tell
 from xmem_jittor.regions import is_float, raised
 
 Original = Callable[..., Any]
 Maker = Callable[[str, Original], Original]
+# What leaves half's range where its input does not; without names, since there is no choice.
+_LINEAR = ("sum", "reduce_add", "mean", "cumsum", "numpy_cumsum")
+_POWERS = (
+    "sqr", "pow", "__pow__", "__rpow__", "exp", "expm1", "log", "log2", "safe_log",
+    "rsqrt", "cosh", "sinh", "tan", "acos", "asin", "norm", "prod", "reduce_multiply", "cumprod",
+    "numpy_cumprod", "var", "std", "logsumexp", "softplus",
+)  # fmt: skip
 
 
 def _function(activations: int = 1) -> Maker:
@@ -200,6 +207,21 @@ def _whole_attention(name: str, original: Original) -> Original:
     return run
 
 
+def _reach(*, linear: bool) -> Maker:
+    """Let what leaves half's range, sums and powers, be computed and given back in float32."""
+
+    def make(name: str, original: Original) -> Original:
+        @functools.wraps(original)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if current() is None:
+                return original(*args, **kwargs)
+            return reach(original, args, kwargs, linear=linear)
+
+        return run
+
+    return make
+
+
 def replacements() -> Iterator[tuple[str, Any, str, Maker]]:
     """Yield operation, owner, attribute and what makes the replacement."""
     yield "linear", nn, "matmul_transpose", _function()
@@ -252,3 +274,8 @@ def replacements() -> Iterator[tuple[str, Any, str, Maker]]:
     ):  # fmt: skip
         yield "loss", nn, attribute, _loss
     yield "loss", nn.KLDivLoss, "execute", _loss
+    for attribute in _LINEAR + _POWERS:
+        maker = _reach(linear=attribute in _LINEAR)
+        for owner in (jt, jt.Var, nn, misc):
+            if attribute in owner.__dict__:
+                yield attribute, owner, attribute, maker

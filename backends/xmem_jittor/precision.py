@@ -11,7 +11,8 @@ convolution only the gradients run then, since nothing reads their output. Where
 the derivative (ReLU, softmax), it is kept instead, since the next operation keeps it anyway.
 Weights are not kept, for they live anyway: on CUDA they are rounded whenever they are used, on a
 CPU they are used as they are. Softmax, normalisations and losses compute in float32 and keep in
-half what comes in half. Parameters and their gradients stay float32, and on a CPU all gradients do.
+half what comes in half. What leaves half's range, as sums and powers do, is given in float32.
+Parameters and their gradients stay float32, and on a CPU all gradients do.
 
 Replaced are attributes of `jittor`, `jittor.nn`, `jittor.attention`, `jittor.pool` and classes in
 them, so a function that user code has imported by name (`from jittor.nn import relu`) is not.

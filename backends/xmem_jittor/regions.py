@@ -96,7 +96,8 @@ class Half(jt.Function):
         ]
         with casting_in_force(None):
             output = self.operation(*self._working())
-        return halves.to_half(output, self.dtype) if self.rounds else output
+        # Detached, or it would be kept as what its own operation needs in backward.
+        return halves.to_half(output, self.dtype) if self.rounds else output.detach()
 
     def _working(self) -> list[Any]:
         """Return the inputs in the type that the operation runs in."""
@@ -162,6 +163,31 @@ class HalfOutput(jt.Function):
             found = self.derivative(halves.to_float32(gradient), halves.to_float32(self.kept))
         self.kept = None
         return _returned(found, self.input_dtype)
+
+
+class Linear(jt.Function):
+    """A linear operation on one tensor in half, in float32; keeps nothing.
+
+    Args:
+        operation: takes the tensor.
+    """
+
+    def __init__(self, operation: Callable[[Any], Any]) -> None:
+        self.operation = operation
+
+    def execute(self, x: Any) -> Any:
+        """Run the operation."""
+        self.shape, self.dtype = x.shape, x.dtype
+        with casting_in_force(None):
+            return self.operation(halves.to_float32(x.detach()))
+
+    def grad(self, gradient: Any) -> Any:
+        """Differentiate the operation, built on zeros that are never computed."""
+        with jt.flag_scope(no_grad=0), casting_in_force(None):
+            zeros = jt.zeros(self.shape, "float32").start_grad()
+            feed = Feed([halves.cast(gradient, "float32")])
+            found = jt.grad(feed(self.operation(zeros)), [zeros], retain_graph=False)[0]
+        return _returned(found, self.dtype)
 
 
 class Raise(jt.Function):

@@ -69,13 +69,13 @@ class Scaler:
         self._enabled = enabled
         # By optimizer: whether a gradient is not finite; a tensor until it has been waited for.
         self._found: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-        self._losses = 0
+        if enabled:
+            gradients.count(self)
 
     def scale(self, loss: Any) -> Any:
         """Return the loss times the scale, in float32."""
         if not self._enabled:
             return loss
-        self._losses += 1
         return loss.float32() * self._scale
 
     def unscale_(self, optimizer: Any) -> None:
@@ -97,7 +97,7 @@ class Scaler:
         if optimizer not in self._found:
             self.unscale_(optimizer)
         if self._has_found(optimizer):
-            gradients.take_back(optimizer, self._losses)
+            gradients.take_back(optimizer)
             return None
         return gradients.step(optimizer)
 
@@ -122,7 +122,6 @@ class Scaler:
                 self._set(self._scale * self._growth_factor)
                 self._growth_tracker = 0
         self._found.clear()
-        self._losses = 0
 
     def _set(self, scale: float) -> None:
         if scale <= np.finfo(np.float32).max:

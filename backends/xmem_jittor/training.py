@@ -48,8 +48,7 @@ class Adam(jt.optim.Optimizer):
         self.eps = eps
         self.updates = 0
         for group in self.param_groups:
-            group["m"] = [jt.zeros(p.shape, p.dtype).stop_grad() for p in group["params"]]
-            group["v"] = [jt.zeros(p.shape, p.dtype).stop_grad() for p in group["params"]]
+            self._add_moments(group)
 
     def step(self, loss: Any = None, retain_graph: bool = False) -> None:
         """Update the parameters, from the gradients of `loss` where one is given."""
@@ -61,13 +60,23 @@ class Adam(jt.optim.Optimizer):
             correction = math.sqrt(1 - second**self.updates)
             eps = group.get("eps", self.eps)
             held = zip(group["params"], group["grads"], group["m"], group["v"], strict=True)
-            for p, g, m, v in held:
-                if p.is_stop_grad():
-                    continue
-                m.update(first * m + (1 - first) * g)
-                v.update(second * v + (1 - second) * g * g)
-                p.update(p - rate * m / (jt.sqrt(v) / correction + eps))
+            with gradients.updating():
+                for p, g, m, v in held:
+                    if p.is_stop_grad():
+                        continue
+                    m.update(first * m + (1 - first) * g)
+                    v.update(second * v + (1 - second) * g * g)
+                    p.update(p - rate * m / (jt.sqrt(v) / correction + eps))
         self.post_step()
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        """Add parameters, with moments of their own."""
+        self._add_moments(group)
+        super().add_param_group(group)
+
+    def _add_moments(self, group: dict[str, Any]) -> None:
+        for name in ("m", "v"):
+            group[name] = [jt.zeros(p.shape, p.dtype).stop_grad() for p in group["params"]]
 
 
 class Training:
@@ -154,6 +163,11 @@ class Training:
 
     def value(self, loss: Any) -> float:
         """Return a scalar's value."""
+        if loss.numel() != 1:
+            raise UsageError(
+                f"log_value takes a scalar and got a tensor of shape {tuple(loss.shape)}. Give a"
+                " scalar, e.g. the loss's mean"
+            )
         return float(loss.item())
 
     def gradients(self, model: Any, optimizer: Any) -> dict[str, np.ndarray[Any, Any]]:

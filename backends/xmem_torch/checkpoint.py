@@ -27,6 +27,7 @@ from xmem.mismatch import function_name
 from xmem.pending import Setting
 from xmem.records import Cost, Recompute
 from xmem_torch import precision
+from xmem_torch.forwards import replace_forward
 from xmem_torch.passes import top_hooks
 from xmem_torch.reach import reach
 from xmem_torch.recompute import Region, aside
@@ -116,8 +117,9 @@ class Checkpoint:
         saved: list[torch.Tensor] = []
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
-            saved.append(tensor)
-            return tensor
+            # A node that holds its own output is a cycle that Python cannot collect.
+            saved.append(tensor.detach())
+            return saved[-1]
 
         with (
             aside(function),
@@ -150,17 +152,8 @@ class Checkpoint:
     def replace_forward(
         self, module: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
     ) -> Callable[[], None]:
-        """Set an instance attribute `forward`, so that hooks and state_dict stay as they are."""
-        before = module.__dict__.get("forward")
-        module.forward = wrap(module.forward)
-
-        def undo() -> None:
-            if before is None:
-                module.__dict__.pop("forward", None)
-            else:
-                module.forward = before
-
-        return undo
+        """Set an instance attribute `forward`; see `forwards.py`."""
+        return replace_forward(module, wrap)
 
 
 def _traced(function: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:

@@ -1,38 +1,30 @@
-"""Training in half precision throughout, with float32 masters in the optimizer (PyTorch 2.13).
+"""Float32 masters of half parameters, in the optimizer (PyTorch 2.13).
 
 A parameter stays the same object and gets half data; the master takes over the float32 storage and
 the parameter's place in the optimizer. `register_post_accumulate_grad_hook` moves each gradient to
 the master as soon as it is made, so that half gradients never add up; after a step the parameters
 are the masters, rounded. Whoever changes a parameter in place (`load_state_dict`) changes its
-master with the next step.
+master with the next step, where the master does not round to it. That is seen by `_version`, which
+a write through `.data` does not move: the next step undoes it.
 
-Gradients are the optimizer's: `model.zero_grad()` and torch's own clipping of `model.parameters()`
-do not reach them. Normalisation layers with running statistics keep their weights in float32 too,
-which PyTorch's kernels ask for.
+The optimizer's state_dict has the masters under "masters", and takes them up where the parameters
+are what they round to, so that a run that is resumed goes on bit for bit.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from xmem.errors import CompositionError, UsageError
-from xmem.records import Cast
+from xmem.errors import UsageError
 from xmem_torch.left import HALF_TYPES
 
 # The master of each parameter that has one.
 _masters: Any = WeakTensorKeyDictionary()
-
-_DATA_PARALLEL = (
-    "DistributedDataParallel reduces the gradients of the half parameters, which float32 masters"
-    " take away before it is done. Train with xmem.autocast there, or cast without optimizer="
-)
 
 
 def master_of(parameter: Any) -> Any:
@@ -53,93 +45,20 @@ def check_gradients(optimizer: Any) -> None:
         )
 
 
-def cast_model(model: Any, dtype: torch.dtype, optimizer: Any) -> Cast:
-    """Cast a model and give its optimizer masters; see `xmem.protocols.Precision.cast_model`."""
-    _check(model, optimizer)
-    parameters, buffers = _to_cast(model)
-    tensors = [*parameters.values(), *buffers.values()]
-    masters = None if optimizer is None else _Masters(model, optimizer, parameters.values())
-    for tensor in tensors:
-        _turn(tensor, dtype)
-    if masters is not None:
-        masters.begin()
-    undos = [lambda: _restore(tensors, dtype, masters)]
-    return Cast(
-        (*parameters, *buffers),
-        sum(t.numel() * (torch.float32.itemsize - dtype.itemsize) for t in tensors),
-        0 if masters is None else masters.size_bytes,
-        lambda: undos.pop()() if undos else None,
-    )
-
-
-def _restore(tensors: Iterable[Any], dtype: torch.dtype, masters: _Masters | None) -> None:
-    if masters is not None:
-        masters.end()
-    for tensor in tensors:
-        if tensor.dtype == dtype:
-            _turn(tensor, torch.float32)
-
-
-def _turn(tensor: Any, dtype: torch.dtype) -> None:
-    """Give a tensor data of another type, and its gradient too."""
-    gradient, tensor.grad = tensor.grad, None
-    tensor.data = tensor.data.to(dtype)
-    tensor.grad = None if gradient is None else gradient.to(dtype)
-
-
-def _check(model: Any, optimizer: Any) -> None:
-    for name, tensor in _named_tensors(model):
-        if torch.nn.parameter.is_lazy(tensor):
-            raise UsageError(f"{name!r} has no shape yet: run the model once before casting it")
-        if tensor.dtype in HALF_TYPES:
-            raise UsageError(
-                f"{name!r} is in {str(tensor.dtype).removeprefix('torch.')} already: cast a float32"
-                " model, or undo its receipt first"
-            )
-    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
-        raise CompositionError(
-            "the model is in DistributedDataParallel, whose buckets are of float32: cast it before"
-            f" it is wrapped. {_DATA_PARALLEL}"
-        )
-    if optimizer is None:
-        return
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UsageError(f"{type(optimizer).__name__} is no torch.optim.Optimizer")
-    own = set(map(id, model.parameters()))
-    foreign = [p for p in _parameters_of(optimizer) if id(p) not in own]
-    if foreign:
-        raise UsageError(
-            f"the optimizer has {len(foreign)} parameters that are not the model's, the first of"
-            f" shape {tuple(foreign[0].shape)}: pass the optimizer of this model's parameters"
-        )
-
-
-def _named_tensors(model: Any) -> Iterator[tuple[str, Any]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
-
-
-def _parameters_of(optimizer: Any) -> Iterator[Any]:
+def parameters_of(optimizer: Any) -> Iterator[Any]:
+    """Yield what is in an optimizer's groups."""
     for group in optimizer.param_groups:
         yield from group["params"]
 
 
-def _to_cast(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the float32 parameters and buffers by name, without those that have to stay."""
-    stay = {
-        id(tensor)
-        for module in model.modules()
-        if isinstance(module, _NormBase) and module.running_mean is not None
-        for tensor in (*module._parameters.values(), *module._buffers.values())
-    }
-
-    def cast(named: Iterator[tuple[str, Any]]) -> dict[str, Any]:
-        return {n: t for n, t in named if t.dtype == torch.float32 and id(t) not in stay}
-
-    return cast(model.named_parameters()), cast(model.named_buffers())
+def put(tensor: Any, data: Any, gradient: Any) -> None:
+    """Give a tensor data that may be of another type, and a gradient of that type."""
+    tensor.grad = None
+    tensor.data = data
+    tensor.grad = gradient
 
 
-class _Masters:
+class Masters:
     """The float32 masters of a model's parameters, in their places in an optimizer.
 
     Attributes:
@@ -149,37 +68,55 @@ class _Masters:
     def __init__(self, model: Any, optimizer: Any, parameters: Iterable[Any]) -> None:
         self._model = model
         self._optimizer = optimizer
-        held = set(map(id, _parameters_of(optimizer)))
+        held = set(map(id, parameters_of(optimizer)))
         self._parameters = [p for p in parameters if id(p) in held]
         self._masters = [torch.nn.Parameter(p.data, p.requires_grad) for p in self._parameters]
-        for parameter, master in zip(self._parameters, self._masters, strict=True):
-            master.grad, parameter.grad = parameter.grad, None
+        self._versions: list[int | None] = [None] * len(self._parameters)
         self.size_bytes = sum(master.nbytes for master in self._masters)
         self._hooks: list[Any] = []
+        self._loading: list[tuple[Any, Any]] = []
 
     def begin(self) -> None:
-        """Put the masters in their places, and follow gradients and steps."""
-        self._exchange(self._parameters, self._masters)
+        """Put the masters in their places, and follow gradients, steps, states and groups."""
+        optimizer = self._optimizer
         for parameter, master in zip(self._parameters, self._masters, strict=True):
-            _masters[parameter] = master
-            hook = functools.partial(_move_gradient, master)
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
-        self._hooks += [
-            self._optimizer.register_step_pre_hook(lambda *_: self._take_up()),
-            self._optimizer.register_step_post_hook(lambda *_: self._round()),
-            self._model.register_forward_pre_hook(_refuse_data_parallel),
-        ]
-        self._versions = [p._version for p in self._parameters]
+            self._follow(parameter, master)
+        self._exchange(self._parameters, self._masters)
+        hold = self._hooks.append
+        hold(optimizer.register_step_pre_hook(lambda *_: self._take_up()))
+        hold(optimizer.register_step_post_hook(lambda *_: self._round()))
+        hold(optimizer.register_state_dict_post_hook(lambda _, state: self._save(state)))
+        hold(optimizer.register_load_state_dict_pre_hook(lambda _, state: self._expect(state)))
+        hold(optimizer.register_load_state_dict_post_hook(lambda _: self._load()))
+        self._add = optimizer.add_param_group
+        optimizer.add_param_group = self._add_param_group  # no state of it, so never pickled
 
     def end(self) -> None:
         """Give the parameters the masters' data and gradients, and their places back."""
         self._take_up()
+        self.withdraw()
+
+    def withdraw(self) -> None:
+        """Do so whatever the parameters are now, as far as `begin` has come."""
         for hook in self._hooks:
             hook.remove()
+        self._optimizer.__dict__.pop("add_param_group", None)
         self._exchange(self._masters, self._parameters)
         for parameter, master in zip(self._parameters, self._masters, strict=True):
-            del _masters[parameter]
-            parameter.data, parameter.grad = master.data, master.grad
+            if _masters.pop(parameter, None) is not None:
+                put(parameter, master.data, master.grad)
+
+    def _follow(self, parameter: Any, master: Any) -> None:
+        hook = functools.partial(_move_gradient, master)
+        wanted = parameter.requires_grad
+        parameter.requires_grad_()  # a frozen one may be trained later, and takes no hook now
+        try:
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+        finally:
+            parameter.requires_grad_(wanted)
+        gradient, parameter.grad = parameter.grad, None
+        master.grad = None if gradient is None else gradient.to(master.dtype)
+        _masters[parameter] = master
 
     def _exchange(self, old: Sequence[Any], new: Sequence[Any]) -> None:
         instead = dict(zip(map(id, old), new, strict=True))
@@ -191,18 +128,96 @@ class _Masters:
                 state[after] = state.pop(before)
 
     def _take_up(self) -> None:
-        """Let a master follow a parameter that has been changed in place since the last step."""
+        """Let a master follow a parameter that has been changed in place since the last step.
+
+        Where it rounds to the parameter it stays, as after loading a model's weights.
+        """
         with torch.no_grad():
             for parameter, master, version in zip(
                 self._parameters, self._masters, self._versions, strict=True
             ):
                 if parameter._version != version:
-                    master.copy_(parameter)
+                    rounds = master.to(parameter.dtype) == parameter
+                    master.copy_(torch.where(rounds, master, parameter))
 
     def _round(self) -> None:
-        with torch.no_grad():
-            torch._foreach_copy_(self._parameters, self._masters)
+        if self._parameters:
+            with torch.no_grad():
+                torch._foreach_copy_(self._parameters, self._masters)
         self._versions = [p._version for p in self._parameters]
+
+    def _numbered(self, state: Mapping[str, Any]) -> Iterator[tuple[int, Any]]:
+        """Yield the masters with their numbers in a state_dict."""
+        own = set(map(id, self._masters))
+        numbers = [number for group in state["param_groups"] for number in group["params"]]
+        # Another number of parameters is PyTorch's to refuse, which it does after its hooks.
+        for number, held in zip(numbers, parameters_of(self._optimizer), strict=False):
+            if id(held) in own:
+                yield number, held
+
+    def _save(self, state: dict[str, Any]) -> None:
+        state["masters"] = {number: master.detach() for number, master in self._numbered(state)}
+
+    def _expect(self, state: Mapping[str, Any]) -> None:
+        """Find what to load, before PyTorch loads the rest."""
+        saved = state.get("masters", {})
+        self._loading = [(m, saved[n]) for n, m in self._numbered(state) if n in saved]
+        for master, found in self._loading:
+            if found.shape != master.shape:
+                raise UsageError(
+                    f"the state has a master of shape {tuple(found.shape)} for a parameter of shape"
+                    f" {tuple(master.shape)}: it is of another model"
+                )
+
+    def _load(self) -> None:
+        """Copy; the next step compares with the parameters, loaded before or after."""
+        loading, self._loading = self._loading, []
+        with torch.no_grad():
+            for master, saved in loading:
+                master.copy_(saved)
+        if loading:
+            self._versions = [None] * len(self._parameters)
+
+    def _add_param_group(self, group: Any) -> None:
+        """Give half parameters masters; what has one here already is PyTorch's to refuse."""
+        if not isinstance(group, dict) or isinstance(group.get("params"), (set, type(None))):
+            return self._add(group)
+        given = group["params"]
+        made: dict[int, tuple[Any, Any]] = {}
+        instead = [
+            (p[0], self._in_place_of(p[1], made))
+            if isinstance(p, tuple)
+            else self._in_place_of(p, made)
+            for p in ([given] if isinstance(given, torch.Tensor) else given)
+        ]
+        self._add({**group, "params": instead})
+        for parameter, master in made.values():
+            self._follow(parameter, master)
+            self._parameters.append(parameter)
+            self._masters.append(master)
+            self._versions.append(parameter._version)
+        return None
+
+    def _in_place_of(self, parameter: Any, made: dict[int, tuple[Any, Any]]) -> Any:
+        if not isinstance(parameter, torch.Tensor) or id(parameter) in made:
+            return made.get(id(parameter), (None, parameter))[1]
+        master = master_of(parameter)
+        if master is not parameter:
+            if not any(master is own for own in self._masters):
+                raise UsageError("the parameter has its master in another optimizer")
+            return master
+        if parameter.dtype not in HALF_TYPES:
+            return parameter
+        if not any(parameter is own for own in self._model.parameters()):
+            raise UsageError(
+                f"a half parameter of shape {tuple(parameter.shape)} is not of the model that was"
+                " cast for this optimizer, and would have no master"
+            )
+        made[id(parameter)] = (
+            parameter,
+            torch.nn.Parameter(parameter.detach().float(), parameter.requires_grad),
+        )
+        return made[id(parameter)][1]
 
 
 def _move_gradient(master: Any, parameter: Any) -> None:
@@ -211,8 +226,3 @@ def _move_gradient(master: Any, parameter: Any) -> None:
         master.grad = gradient.to(master.dtype)
     else:
         master.grad.add_(gradient)
-
-
-def _refuse_data_parallel(*_: Any) -> None:
-    if DistributedDataParallel._active_ddp_module is not None:
-        raise CompositionError(_DATA_PARALLEL)

@@ -20,7 +20,7 @@ from xmem.casting import in_force as casting_in_force
 from xmem.deferred import settled
 from xmem.errors import UsageError, unknown
 from xmem.records import Cast
-from xmem_torch.masters import cast_model
+from xmem_torch.cast import cast_model
 from xmem_torch.operations import Operations, raised
 from xmem_torch.scaling import Scaler
 
@@ -79,7 +79,7 @@ class Precision:
         )
 
     def cast_model(self, model: Any, dtype: str, optimizer: Any) -> Cast:
-        """Change `data`, so that parameters stay the same objects; see `masters.py`."""
+        """Change `data`, so that parameters stay the same objects; see `cast.py`."""
         return cast_model(model, _DTYPES[dtype], optimizer)
 
 

@@ -212,7 +212,7 @@ class Region:
                 return pack(tensor)
             except _StopRecomputationError:
                 if self._runs_to_end:
-                    return tensor
+                    return tensor.detach()  # a node that holds its own output is never freed
                 raise
 
         with ExitStack() as stack:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from xmem.errors import UsageError
 from xmem_torch.masters import check_gradients
 
 
@@ -22,20 +23,22 @@ class Scaler:
         self._scaler = torch.amp.GradScaler(device, init_scale=init_scale, **settings)
         self._unscaled: weakref.WeakSet[Any] = weakref.WeakSet()
         self._begun: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._scaled = False  # PyTorch puts the scale on a device when it first scales
 
     def scale(self, loss: Any) -> Any:
         """Multiply on the device."""
+        self._scaled = True
         return self._scaler.scale(loss)
 
     def unscale_(self, optimizer: Any) -> None:
         """Leave it to PyTorch, which notes what it finds on the device."""
-        check_gradients(optimizer)
+        self._check(optimizer)
         self._scaler.unscale_(optimizer)
         self._unscaled.add(optimizer)
 
     def step(self, optimizer: Any) -> Any:
         """Leave it to PyTorch, once the optimizer has its state."""
-        check_gradients(optimizer)
+        self._check(optimizer)
         if not optimizer.state and optimizer not in self._begun:  # SGD alone never has any
             if optimizer not in self._unscaled:
                 self.unscale_(optimizer)
@@ -45,13 +48,26 @@ class Scaler:
         self._begun.add(optimizer)
         return result
 
+    def _check(self, optimizer: Any) -> None:
+        check_gradients(optimizer)
+        if not self._scaled:
+            raise UsageError(
+                "this scaler has scaled no loss, so the gradients are not scaled by it: call"
+                " xmem.backward(scaler.scale(loss), optimizer) first"
+            )
+
     def _found_inf(self, optimizer: Any) -> bool:
         state = self._scaler._per_optimizer_states[id(optimizer)]
         return any(found.item() for found in state["found_inf_per_device"].values())
 
     def update(self, new_scale: float | None) -> None:
-        """Leave it to PyTorch."""
-        self._scaler.update(new_scale)
+        """Leave it to PyTorch, which has no scale to set before it first scales."""
+        if new_scale is None:
+            self._scaler.update()
+        elif self._scaled:
+            self._scaler.update(float(new_scale))
+        else:
+            self.load_state_dict({**self.state_dict(), "scale": new_scale})
         self._unscaled.clear()
 
     def get_scale(self) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -40,10 +40,7 @@ class Training:
 
     def clip_grad_norm_(self, target: Any, max_norm: float, *, norm_type: float) -> Any:
         """The target may be parameters, where the optimizer has no masters of them."""
-        if hasattr(target, "param_groups"):
-            parameters = [p for group in target.param_groups for p in group["params"]]
-        else:
-            parameters = [target] if isinstance(target, torch.Tensor) else list(target)
+        parameters = _parameters_in(target)
         if any(master_of(p) is not p for p in parameters):
             raise UsageError(
                 "these parameters have float32 masters, which have their gradients: pass the"
@@ -102,3 +99,30 @@ class Training:
             for name, parameter in model.named_parameters()
             if (gradient := master_of(parameter).grad) is not None
         }
+
+
+def _parameters_in(target: Any) -> list[torch.Tensor]:
+    """Return the parameters of an optimizer, or those given.
+
+    Raises:
+        UsageError: there are none, or the target is something else.
+    """
+    if hasattr(target, "param_groups"):
+        found = [p for group in target.param_groups for p in group["params"]]
+    elif isinstance(target, torch.Tensor):
+        found = [target]
+    elif isinstance(target, torch.nn.Module) or not isinstance(target, Iterable):
+        raise UsageError(
+            f"{type(target).__name__} is no target to clip: pass the optimizer, or parameters"
+        )
+    else:
+        found = list(target)
+    if not found:
+        raise UsageError("there are no parameters to clip: pass the optimizer, or parameters")
+    for parameter in found:
+        if not isinstance(parameter, torch.Tensor):
+            raise UsageError(
+                f"{type(parameter).__name__} is no parameter to clip: pass the optimizer, or"
+                " parameters"
+            )
+    return found

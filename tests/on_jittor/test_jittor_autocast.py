@@ -327,3 +327,62 @@ def test_activations_of_a_workload_take_a_quarter_less(backend, name):
     assert kept <= 0.75 * before, (kept, before)
     assert half.peak_above_static_bytes < plain.peak_above_static_bytes
     assert wrong <= 1e-2
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["dropped", "held"])
+def test_a_block_around_a_whole_loop_counts_the_most_that_was_kept(backend, held):
+    from xmem_jittor import ledger
+
+    net, x = chain(3, 8), normal(4, 8)
+    seen, losses = [], []
+    with xmem.autocast() as block:
+        for _ in range(6):
+            loss = (net(x).float32() ** 2).sum()
+            if held:
+                losses.append(loss)
+            else:
+                gradients(loss, trained(net))
+                del loss
+            entries = sum(len(kept.kept) for kept in ledger._ledgers.values())
+            seen.append((entries, block.receipt.expected_saving_bytes))
+    once = seen[0][1]
+    assert once > 0
+    if held:
+        assert seen[-1][1] > 5 * once, seen
+    else:
+        assert seen == [(0, once)] * 6
+        assert block.operations["linear"] == {"float16": 18}
+
+
+def test_a_block_inside_another_counts_what_it_keeps_itself(backend):
+    net, x = chain(3, 8), normal(4, 8)
+    found = []
+    with xmem.autocast() as outer:
+        for _ in range(3):
+            with xmem.autocast() as block:
+                loss = (net(x).float32() ** 2).sum()
+            gradients(loss, trained(net))
+            del loss
+            found.append(block.receipt.expected_saving_bytes)
+    assert found == [outer.receipt.expected_saving_bytes] * 3
+
+
+@quiet
+@pytest.mark.parametrize("masters", [True, False])
+def test_a_kept_module_of_a_cast_model_computes_in_float32(backend, masters):
+    import jittor as jt
+
+    net, x = chain(3, 8), normal(4, 8)
+    plain = net[1](x).numpy()
+    optimizer = jt.optim.SGD(trained(net), 1e-2) if masters else None
+    xmem.cast_model(net, "float16", optimizer=optimizer)
+    seen = []
+    net[1].register_forward_hook(lambda module, args, output: seen.append(str(output.dtype)))
+    with xmem.autocast(keep_fp32=(net[1],)) as block:
+        y = net(x)
+    found = gradients((y.float32() ** 2).sum(), trained(net))
+    assert seen == ["float32"]
+    assert block.operations["linear"] == {"float16": 2, "float32": 1}
+    assert all(np.isfinite(g).all() and g.any() for g in found)
+    with xmem.autocast(enabled=False):
+        assert np.abs(net[1](x).numpy() - plain).max() <= 2**-9 * np.abs(plain).max()

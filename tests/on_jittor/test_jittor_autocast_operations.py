@@ -309,3 +309,107 @@ def test_running_statistics_are_updated_once(backend, training):
         found, expected = (getattr(norm, name).numpy() for norm in reversed(norms))
         assert np.allclose(found, expected, atol=1e-6)
         assert training == (np.abs(expected - (name == "running_var")).max() > 0.01)
+
+
+def reductions():
+    """Return what leaves half's range where its input does not: functions and methods."""
+    import jittor as jt
+    from jittor import nn
+
+    cases = {}
+    for name, args in (
+        ("sum", ()), ("mean", ()), ("norm", ()), ("sqr", ()), ("pow", (2.5,)), ("exp", ()),
+        ("log", ()), ("prod", (1,)), ("cumsum", ()), ("cumprod", (1,)), ("var", ()), ("std", ()),
+        ("log2", ()), ("rsqrt", ()), ("reduce_add", ()), ("reduce_multiply", (1,)),
+        ("__pow__", (3,)), ("logsumexp", (1,)), ("expm1", ()), ("softplus", ()),
+    ):  # fmt: skip
+        for owner in (jt, jt.Var, nn):
+            if name in owner.__dict__:
+                cases[f"{owner.__name__.rpartition('.')[2]}.{name}"] = (owner, name, args)
+    return cases
+
+
+REDUCTIONS = (
+    "jittor.sum", "Var.sum", "jittor.mean", "Var.mean", "jittor.norm", "Var.norm", "jittor.sqr",
+    "Var.sqr", "jittor.pow", "Var.pow", "jittor.exp", "Var.exp", "jittor.log", "Var.log",
+    "jittor.prod", "Var.prod", "jittor.cumsum", "Var.cumsum", "jittor.cumprod", "Var.cumprod",
+    "jittor.var", "Var.var", "jittor.std", "Var.std", "jittor.log2", "Var.log2", "jittor.rsqrt",
+    "Var.rsqrt", "jittor.reduce_add", "Var.reduce_add", "jittor.reduce_multiply",
+    "Var.reduce_multiply", "Var.__pow__", "Var.logsumexp", "nn.logsumexp", "jittor.expm1",
+    "nn.softplus",
+)  # fmt: skip
+
+
+def test_all_reductions_are_run(backend):
+    assert tuple(reductions()) == REDUCTIONS
+
+
+@pytest.mark.filterwarnings("ignore:autocast:xmem.XmemWarning")
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_what_leaves_halfs_range_is_computed_in_float32(backend, name):
+    import jittor as jt
+
+    owner, attribute, args = reductions()[name]
+    original = owner.__dict__[attribute]
+    # Sums, squares, powers and products of these pass 65504; exp only there.
+    top = 12.0 if "exp" in name or "softplus" in name else 300.0
+    numbers = np.linspace(top / 2, top, 3 * 400).reshape(400, 3).astype(np.float16)
+    if "exp" in name:
+        numbers = np.ascontiguousarray(numbers)
+    runs = []
+    for half in (False, True):
+        x = jt.array(numbers.astype(np.float32))
+        if half:
+            x = x.float16().start_grad()
+        with xmem.autocast(enabled=half):
+            y = getattr(owner, attribute)(x, *args)
+        assert str(y.dtype) == "float32"
+        runs.append([y.numpy(), *gradients((y.log() if y.max().item() > 0 else y).sum(), [x])])
+    assert owner.__dict__[attribute] is original
+    for plain, found in zip(*runs, strict=True):
+        assert np.isfinite(found).all()
+        np.testing.assert_allclose(found, plain, rtol=1e-5, atol=1e-7)
+
+
+def test_a_loss_of_large_sums_is_finite_and_has_gradients(backend):
+    import jittor as jt
+    from jittor import nn
+
+    layer = nn.Linear(64, 64)
+    runs = []
+    for half in (False, True):
+        with xmem.autocast(enabled=half):
+            loss = layer(jt.ones((4096, 64)) * 3).sqr().sum().sqrt()
+        runs.append([loss.numpy(), *gradients(loss, trained(layer))])
+    for plain, found in zip(*runs, strict=True):
+        assert np.abs(found - plain).max() <= 5e-3 * np.abs(plain).max()
+
+
+@pytest.mark.parametrize("attribute", ["sum", "mean", "sqr", "exp"])
+def test_a_reduction_keeps_no_float32_copy(backend, attribute):
+    """It keeps its input in half, which the layer before it has made, or nothing."""
+    import gc
+
+    import jittor as jt
+    from jittor import nn
+
+    layer, x = nn.Linear(64, 64), jt.ones((4096, 64)).stop_grad()
+    jt.sync([x, *layer.parameters()])
+
+    def held(loss_of):
+        gc.collect()
+        jt.sync_all(True)
+        before = backend.measure.counters().allocated_bytes
+        with xmem.autocast():
+            y = layer(x)
+            loss = loss_of(y)
+        jt.sync_all(True)
+        loss.sync()
+        del y
+        gc.collect()
+        return backend.measure.counters().allocated_bytes - before
+
+    kept = held(lambda y: getattr(y, attribute)().sum())
+    half = 4096 * 64 * 2
+    # The layer's input in half, and for `sqr` and `exp` its output in half.
+    assert kept <= (1 if attribute in ("sum", "mean") else 2) * half + 4096, (kept, half)

@@ -431,3 +431,38 @@ def test_gradients_looked_up_by_parameter_are_forgotten_too(backend):
     assert trained(net)[0].opt_grad(optimizer).shape == trained(net)[0].shape
     xmem.zero_grad(optimizer)
     assert live_bytes(backend) == before
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW", "RMSprop", "ours"])
+def test_parameters_that_are_updated_under_no_grad_stay_trainable(backend, kind):
+    net, x = chain(2, 8), normal(8, 8)
+    optimizer = make(kind, trained(net))
+    before = [p.numpy().copy() for p in trained(net)]
+    for _ in range(2):
+        xmem.backward(mean_loss(net, x), optimizer)
+        with xmem.no_grad():
+            xmem.optimizer_step(optimizer)
+        assert not any(p.is_stop_grad() for p in net.parameters())
+        after = [p.numpy().copy() for p in trained(net)]
+        assert all((a != b).any() for a, b in zip(after, before, strict=True))
+        before = after
+
+
+def test_where_all_is_frozen_there_are_no_gradients(backend):
+    net, x = chain(2, 8), normal(8, 8)
+    optimizer = make("SGD", trained(net))
+    xmem.backward(mean_loss(net, x), optimizer)
+    for p in net.parameters():
+        p.stop_grad()
+    with pytest.raises(xmem.UsageError, match="no gradients, for all of the"):
+        xmem.clip_grad_norm_(optimizer, 1.0)
+    with pytest.raises(xmem.UsageError, match="frozen"):
+        xmem.GradScaler().unscale_(optimizer)
+
+
+@pytest.mark.parametrize("shape", [(2,), (3, 1), (0,)])
+def test_the_value_of_what_is_no_scalar_is_refused(backend, shape):
+    import jittor as jt
+
+    with pytest.raises(xmem.UsageError, match="Give a scalar"):
+        xmem.log_value(jt.zeros(shape))

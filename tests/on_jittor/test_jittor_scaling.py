@@ -381,3 +381,58 @@ def test_half_precision_backs_off_from_a_huge_scale_and_then_trains(backend, kin
     assert optimizer.n_step == 60 - skipped
     assert losses[-1] < 0.8 * losses[0]
     assert all(bool(jt.isfinite(p).all().item()) for p in trained(net))
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["xmem", "native"])
+@pytest.mark.parametrize("losses", ["one call", "two calls", "two in one"])
+def test_each_of_two_optimizers_counts_its_own_updates(backend, native, losses):
+    scaler = xmem.GradScaler(4.0)
+    weights = [ones(2), ones(2)]
+    first, second = optimizers = [make("SGD", [w]) for w in weights]
+    good, bad = np.ones(2, np.float32), np.full(2, np.inf, np.float32)
+
+    def backward(optimizer, weight, numbers):
+        parts = [scaler.scale(loss_of(weight, numbers)) for _ in range(2)]
+        calls = {"one call": parts[:1], "two calls": parts, "two in one": [parts[0] + parts[1]]}
+        for loss in calls[losses]:
+            if native:
+                optimizer.backward(loss)
+            else:
+                xmem.backward(loss, optimizer)
+
+    for _ in range(5):
+        for optimizer, weight in zip(optimizers, weights, strict=True):
+            optimizer.step(loss_of(weight, good))
+    backward(first, weights[0], bad)
+    backward(second, weights[1], good)
+    scaler.step(first)
+    scaler.step(second)
+    scaler.update()
+    assert first.n_step == 5
+    assert second.n_step == 5 + (2 if native and losses == "two calls" else 1)
+
+
+def test_jittor_is_as_it_was_when_the_last_scaler_is_gone(backend):
+    import jittor as jt
+
+    gc.collect()
+    before = jt.optim.Optimizer.backward
+    scalers = [xmem.GradScaler(4.0), xmem.GradScaler(4.0)]
+    scalers.pop()
+    assert jt.optim.Optimizer.backward is not before
+    scalers.pop()
+    gc.collect()
+    assert jt.optim.Optimizer.backward is before
+
+
+def test_a_skipped_and_a_made_step_under_no_grad_leave_parameters_trainable(backend):
+    weight = ones(2)
+    optimizer = make("Adam", [weight])
+    scaler = xmem.GradScaler(4.0)
+    for numbers in (np.full(2, np.inf, np.float32), np.ones(2, np.float32)):
+        xmem.backward(scaler.scale(loss_of(weight, numbers)), optimizer)
+        with xmem.no_grad():
+            scaler.step(optimizer)
+            scaler.update()
+        assert not weight.is_stop_grad()
+    assert (weight.numpy() != 1).all()

@@ -1,7 +1,10 @@
 """Checkpointing on PyTorch: bytes, gradients, randomness, statistics, and the way back."""
 
 import copy
+import gc
+import itertools
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -248,3 +251,115 @@ def test_a_tensor_that_a_region_keeps_aside_carries_its_gradient(backend, place)
         loss = y.sum() + aside[place].square().sum()
         found.append(torch.autograd.grad(loss, [x, *block.layer.parameters()]))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def named(name, seen):
+    """A replacement that notes its name when the module runs."""
+
+    def wrap(forward):
+        def call(*args):
+            seen.append(name)
+            return forward(*args)
+
+        return call
+
+    return wrap
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_replaced_forwards_are_given_back_in_any_order(backend, order, own):
+    layer, seen = nn.Linear(2, 2), []
+    if own:
+        layer.forward = mine = named("own", seen)(layer.forward)
+    replace = backend.checkpoint.replace_forward
+    undos = [replace(layer, named(name, seen)) for name in range(3)]
+    left = [*(["own"] if own else []), 0, 1, 2]
+    for which in order:
+        undos[which]()
+        undos[which]()
+        left.remove(which)
+        seen.clear()
+        layer(torch.ones(2))
+        assert seen == left[::-1]
+    assert layer.__dict__.get("forward") is (mine if own else None)
+    assert not any("xmem" in name for name in layer.__dict__)
+    undos = [replace(layer, named(name, seen)) for name in range(2)]  # and again
+    undos[0]()
+    undos.append(replace(layer, named(2, seen)))
+    seen.clear()
+    layer(torch.ones(2))
+    assert seen == [2, 1, *(["own"] if own else [])]
+
+
+@pytest.mark.parametrize("first", ["ours", "theirs"])
+@pytest.mark.parametrize("above", [False, True])
+def test_a_forward_that_somebody_else_has_set_since_stays_and_it_warns(backend, first, above):
+    layer, seen = nn.Linear(2, 2), []
+    replace = backend.checkpoint.replace_forward
+    undo = replace(layer, named("ours", seen))
+    before = layer.forward
+    layer.forward = theirs = named("theirs", seen)(before)
+    undo_above = replace(layer, named("above", seen)) if above else lambda: None
+    if first == "theirs":
+        undo_above()
+        layer.forward = before
+        undo()
+        assert "forward" not in layer.__dict__
+        return
+    with pytest.warns(xmem.XmemWarning, match="forward of Linear has been set by something else"):
+        undo()
+    layer(torch.ones(2))
+    assert seen == [*(["above"] if above else []), "theirs", "ours"]
+    undo_above()
+    assert layer.forward is theirs
+    assert not any("xmem" in name for name in layer.__dict__)
+
+
+@pytest.mark.parametrize("which", ["applied inside", "undone inside"])
+@pytest.mark.parametrize("copied", [False, True])
+def test_checkpointing_and_a_kept_module_begin_and_end_in_any_order(backend, which, copied):
+    model = conv_blocks()
+    calls = []
+    model[0].register_forward_pre_hook(lambda *_: None)
+    x = torch.randn(2, 4, 8, 8)
+
+    def recomputed():
+        calls.clear()
+        hook = model[0][0].register_forward_pre_hook(lambda *_: calls.append(1))
+        model(x).sum().backward()
+        hook.remove()
+        return len(calls) == 2
+
+    receipt = None
+    if which == "undone inside":
+        receipt = xmem.apply_checkpointing(model, "every")
+    with xmem.autocast("bfloat16", keep_fp32=(model[0],)):
+        if receipt is None:
+            receipt = xmem.apply_checkpointing(model, "every")
+        else:
+            receipt.undo()
+        assert model[0](x).dtype == torch.float32
+    assert recomputed() == (which == "applied inside")
+    if copied and which == "applied inside":
+        twin = copy.deepcopy(model)
+        assert torch.equal(twin.eval()(x), model.eval()(x))
+        model.train()
+        undo = backend.checkpoint.replace_forward(twin[0], lambda forward: lambda x: x)
+        assert twin[0](x) is x
+        undo()
+        assert twin[0].forward.forward.__self__ is twin[0]
+    receipt.undo()
+    assert not recomputed()
+    assert not any(
+        "forward" in name for m in model.modules() for name in vars(m) if "hook" not in name
+    )
+
+
+def test_a_module_that_is_wrapped_is_freed(backend):
+    model = conv_blocks()
+    xmem.apply_checkpointing(model, "every")
+    gone = weakref.ref(model[0])
+    del model
+    gc.collect()
+    assert gone() is None

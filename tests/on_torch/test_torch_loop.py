@@ -341,3 +341,21 @@ def test_a_logged_value_holds_no_graph(backend):
     assert value == loss.item()
     with pytest.raises(xmem.UsageError, match=r"a tensor of \(64, 32\)"):
         xmem.log_value(data())
+
+
+NO_TARGET = {
+    "nothing": (lambda model: [], "no parameters to clip"),
+    "a module": (lambda model: model, "Sequential is no target to clip"),
+    "a number": (lambda model: 3, "int is no target to clip"),
+    "names": (lambda model: dict(model.named_parameters()), "str is no parameter to clip"),
+    "none": (lambda model: [None], "NoneType is no parameter to clip"),
+}
+
+
+@pytest.mark.parametrize("case", NO_TARGET)
+def test_what_has_no_gradients_to_clip_is_refused(backend, case):
+    model, optimizer = make()
+    xmem.backward(loss_of(model, data()), optimizer)
+    target, said = NO_TARGET[case]
+    with pytest.raises(xmem.UsageError, match=said):
+        xmem.clip_grad_norm_(target(model), 1.0)

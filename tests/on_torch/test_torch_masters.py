@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import pickle
 
 import pytest
 import torch
@@ -458,3 +459,281 @@ def test_gradients_that_are_there_move_to_the_masters(backend):
     assert all(
         torch.equal(m.grad, g) for m, g in zip(masters_of(optimizer), gradients, strict=True)
     )
+
+
+def with_frozen(kind="sgd with momentum"):
+    model, optimizer = make(kind)
+    model[0].requires_grad_(False)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_frozen_parameters_in_the_optimizer_stay_and_learn_once_they_are_unfrozen(backend, kind):
+    model, optimizer = with_frozen(kind)
+    receipt = xmem.cast_model(model, "bfloat16", optimizer=optimizer)
+    assert [p.requires_grad for p in model.parameters()] == 2 * [False] + 4 * [True]
+    before = model[0].weight.detach().clone()
+    train(model, optimizer, 2)
+    assert torch.equal(model[0].weight, before)
+    model[0].requires_grad_(True)
+    backward(model, optimizer)
+    assert model[0].weight.grad is None
+    assert masters_of(optimizer)[0].grad.dtype == torch.float32
+    xmem.optimizer_step(optimizer)
+    assert not torch.equal(masters_of(optimizer)[0].to(torch.float64), before.to(torch.float64))
+    model[0].requires_grad_(False)
+    receipt.undo()
+    assert [p.requires_grad for p in model.parameters()] == 2 * [False] + 4 * [True]
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+FAILING = {
+    "a hook of a parameter": (torch.Tensor, "register_post_accumulate_grad_hook"),
+    "a hook of the step": (torch.optim.Optimizer, "register_step_post_hook"),
+    "a hook of the state": (torch.optim.Optimizer, "register_load_state_dict_post_hook"),
+    "a hook of the model": (nn.Module, "register_forward_pre_hook"),
+    "memory for a copy": (torch.Tensor, "to"),
+}
+
+
+@pytest.mark.parametrize("what", FAILING)
+@pytest.mark.parametrize("at", [0, 1, 3])
+@pytest.mark.parametrize("masters", [True, False])
+def test_what_fails_half_way_puts_everything_back(backend, monkeypatch, what, at, masters):
+    model, optimizer = make()
+    train(model, optimizer, 1)
+    backward(model, optimizer)
+    tensors = list(model.parameters())
+    before = [(p.data_ptr(), p.detach().clone(), p.grad.clone()) for p in tensors]
+    keys = [id(p) for p in optimizer.state]
+    owner, name = FAILING[what]
+    calls, real = [], getattr(owner, name)
+
+    def failing(*args, **kwargs):
+        calls.append(1)
+        if len(calls) > at:
+            raise MemoryError("no more")
+        return real(*args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, name, failing)
+        try:
+            xmem.cast_model(model, "bfloat16", optimizer=optimizer if masters else None)
+        except MemoryError:
+            pass
+        else:
+            return  # it is not called that often
+    for p, held, (address, value, gradient) in zip(
+        tensors, masters_of(optimizer), before, strict=True
+    ):
+        assert held is p
+        assert p.data_ptr() == address
+        assert torch.equal(p, value)
+        assert torch.equal(p.grad, gradient)
+        assert not p._post_accumulate_grad_hooks
+    assert [id(p) for p in optimizer.state] == keys
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
+    assert not optimizer._optimizer_state_dict_post_hooks
+    assert not optimizer._optimizer_load_state_dict_pre_hooks
+    assert "add_param_group" not in optimizer.__dict__
+    assert not model._forward_pre_hooks
+    assert not any("zero_grad" in module.__dict__ for module in model.modules())
+    xmem.cast_model(model, "bfloat16", optimizer=optimizer)  # as if nothing had been
+    train(model, optimizer, 2)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_the_zero_grad_of_the_model_and_of_its_parts_clears_the_masters(backend, set_to_none):
+    model, optimizer = make()
+    receipt = xmem.cast_model(model, "bfloat16", optimizer=optimizer)
+    cleared = (lambda g: g is None) if set_to_none else (lambda g: not g.any())
+    backward(model, optimizer)
+    model[0].zero_grad(set_to_none=set_to_none)
+    assert [cleared(m.grad) for m in masters_of(optimizer)] == 2 * [True] + 4 * [False]
+    model.zero_grad(set_to_none)
+    assert all(cleared(m.grad) for m in masters_of(optimizer))
+    backward(model, optimizer)
+    receipt.undo()
+    assert not any("zero_grad" in module.__dict__ for module in model.modules())
+    assert all(p.grad.any() for p in model.parameters())
+    model.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_a_cast_model_clears_its_own_gradients_only(backend, how):
+    model, optimizer = make()
+    xmem.cast_model(model, "bfloat16", optimizer=optimizer)
+    copied = how(model)
+    backward(model, optimizer)
+    copied(data(copied)).float().sum().backward()
+    assert all(p.grad is not None for p in copied.parameters())
+    copied.zero_grad()
+    assert all(p.grad is None for p in copied.parameters())
+    assert all(m.grad is not None for m in masters_of(optimizer))
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("first", ["model", "optimizer"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_run_that_is_resumed_goes_on_bit_for_bit(backend, tmp_path, kind, first, dtype):
+    model, optimizer = make(kind)
+    xmem.cast_model(model, dtype, optimizer=optimizer)
+    train(model, optimizer, 2)
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(saved, tmp_path / "run.pt")
+    saved = torch.load(tmp_path / "run.pt", weights_only=True)
+    train(model, optimizer, 1)
+    other = dict(zip(("model", "optimizer"), make(kind), strict=True))
+    train(other["model"], other["optimizer"], 1)  # so that nothing is equal by chance
+    xmem.cast_model(other["model"], dtype, optimizer=other["optimizer"])
+    other[first].load_state_dict(saved[first])
+    for name in {*other} - {first}:
+        other[name].load_state_dict(saved[name])
+    train(other["model"], other["optimizer"], 1)
+    for a, b in zip(masters_of(other["optimizer"]), masters_of(optimizer), strict=True):
+        assert torch.equal(a, b)
+    for a, b in zip(other["model"].parameters(), model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_masters_in_a_state_take_no_memory_and_a_plain_optimizer_takes_the_state(backend):
+    model, optimizer = make()
+    xmem.cast_model(model, "bfloat16", optimizer=optimizer)
+    train(model, optimizer, 1)
+    state = optimizer.state_dict()
+    for number, master in enumerate(masters_of(optimizer)):
+        assert state["masters"][number].data_ptr() == master.data_ptr()
+    plain, its_optimizer = make()
+    its_optimizer.load_state_dict(state)
+    plain.load_state_dict(model.state_dict())
+    train(plain, its_optimizer, 1)
+    assert "masters" not in its_optimizer.state_dict()
+    optimizer.load_state_dict(its_optimizer.state_dict())
+    train(model, optimizer, 1)
+
+
+def test_loading_an_optimizer_alone_changes_no_weight(backend):
+    """As without masters: the weights are the model's."""
+    model, optimizer = make("sgd with momentum")
+    xmem.cast_model(model, "bfloat16", optimizer=optimizer)
+    state = copy.deepcopy(optimizer.state_dict())
+    train(model, optimizer, 3)
+    weights = [p.detach().clone() for p in model.parameters()]
+    optimizer.load_state_dict(state)
+    for p in masters_of(optimizer):
+        p.grad = torch.zeros_like(p)
+    xmem.optimizer_step(optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("wrong", ["shape", "number"])
+def test_the_state_of_another_model_is_refused_and_nothing_is_loaded(backend, wrong):
+    model, optimizer = make()
+    xmem.cast_model(model, "bfloat16", optimizer=optimizer)
+    before = [m.detach().clone() for m in masters_of(optimizer)]
+    other, its_optimizer = make(width=16)
+    if wrong == "number":
+        its_optimizer = torch.optim.AdamW(other[0].parameters())
+    xmem.cast_model(other, "bfloat16", optimizer=its_optimizer)
+    error = xmem.UsageError if wrong == "shape" else (ValueError, xmem.UsageError)
+    with pytest.raises(error):
+        optimizer.load_state_dict(its_optimizer.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(before, masters_of(optimizer), strict=True))
+
+
+@pytest.mark.parametrize("form", ["tensor", "list", "generator", "named"])
+def test_parameters_that_are_added_later_get_masters(backend, form):
+    model, _ = make()
+    optimizer = torch.optim.SGD(
+        model[3].named_parameters() if form == "named" else model[3].parameters(), 0.1
+    )
+    receipt = xmem.cast_model(model, "bfloat16", optimizer=optimizer)
+    weight = model[0].weight
+    given = {
+        "tensor": weight,
+        "list": [weight, model[0].bias],
+        "generator": model[0].parameters(),
+        "named": list(model[0].named_parameters()),
+    }[form]
+    optimizer.add_param_group({"params": given, "lr": 0.5})
+    master = optimizer.param_groups[1]["params"][0]
+    assert optimizer.param_groups[1]["lr"] == 0.5
+    assert master.dtype == torch.float32
+    before = weight.detach().clone()
+    backward(model, optimizer)
+    assert weight.grad is None
+    xmem.optimizer_step(optimizer)
+    assert not torch.equal(weight, before)
+    assert torch.equal(weight, master.to(BF16))
+    learnt = master.detach().clone()
+    receipt.undo()
+    assert weight.dtype == torch.float32
+    assert torch.equal(weight, learnt)
+    assert optimizer.param_groups[1]["params"][0] is weight
+    assert "add_param_group" not in optimizer.__dict__
+
+
+def test_what_cannot_be_added_is_refused_and_nothing_changes(backend):
+    model, optimizer = make()
+    other = nn.Linear(4, 4).bfloat16()
+    xmem.cast_model(model, "bfloat16", optimizer=optimizer)
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        optimizer.add_param_group({"params": [model[0].weight]})
+    with pytest.raises(xmem.UsageError, match="not of the model"):
+        optimizer.add_param_group({"params": other.parameters()})
+    with pytest.raises(TypeError, match="ordered"):
+        optimizer.add_param_group({"params": {model[0].weight}})
+    with pytest.raises(TypeError, match="must be a dict"):
+        optimizer.add_param_group([model[0].weight])
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": nn.Linear(4, 4).parameters()})  # float32, as in PyTorch
+    train(model, optimizer, 1)
+
+
+def test_each_of_several_optimizers_holds_masters_of_its_own(backend):
+    found = []
+    for cast in (False, True):
+        model, _ = make()
+        optimizers = [
+            torch.optim.SGD(model[:2].parameters(), 1e-2, momentum=0.9),
+            torch.optim.SGD(model[3].parameters(), 1e-2),
+        ]
+        if cast:
+            receipt = xmem.cast_model(model, "bfloat16", optimizer=optimizers)
+            elements = sum(p.numel() for p in model.parameters())
+            assert receipt.expected_saving_bytes == -2 * elements
+        for _ in range(5):
+            (model(data(model)).float() - 1).square().mean().backward()
+            for optimizer in optimizers:
+                xmem.optimizer_step(optimizer)
+            model.zero_grad()
+        if cast:
+            with pytest.raises(xmem.UsageError, match="in another optimizer"):
+                optimizers[0].add_param_group({"params": model[3].weight})
+        masters = [m for optimizer in optimizers for m in masters_of(optimizer)]
+        assert {m.dtype for m in masters} == {torch.float32}
+        found.append(torch.cat([m.detach().flatten() for m in masters]))
+        if cast:
+            receipt.undo()
+            for own, p in zip(
+                [m for optimizer in optimizers for m in masters_of(optimizer)],
+                model.parameters(),
+                strict=True,
+            ):
+                assert own is p
+    start = torch.cat([p.detach().flatten() for p in make()[0].parameters()])
+    assert (found[1] - found[0]).norm() <= 0.05 * (found[0] - start).norm()
+
+
+@pytest.mark.parametrize("wrong", ["none", "the same twice"])
+def test_optimizers_that_cannot_share_a_model_are_refused(backend, wrong):
+    model, optimizer = make()
+    said, given = {
+        "none": ("there are no optimizers", []),
+        "the same twice": ("have the same parameter", (optimizer, optimizer)),
+    }[wrong]
+    with pytest.raises(xmem.UsageError, match=said):
+        xmem.cast_model(model, "bfloat16", optimizer=given)
+    assert model[0].weight.dtype == torch.float32

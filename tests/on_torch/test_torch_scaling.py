@@ -195,3 +195,30 @@ def test_float16_trains_where_gradients_are_too_small_for_it(backend):
     expected = torch.autograd.grad(layer(X).mean() * 1e-6, layer.weight)[0]
     assert not torch.allclose(found[0], expected, rtol=0.1)
     assert torch.allclose(found[1], expected, rtol=0.01)
+
+
+def test_a_scale_can_be_set_before_any_loss_is_scaled(backend):
+    model, optimizer = make("sgd")
+    scaler = xmem.GradScaler()
+    scaler.update(1024)
+    assert scaler.get_scale() == 1024.0
+    loss = model(X).square().mean()
+    assert torch.equal(scaler.scale(loss), loss * 1024)
+    xmem.backward(scaler.scale(loss), optimizer)
+    scaler.step(optimizer)
+    scaler.update(2)
+    assert scaler.get_scale() == 2.0
+
+
+@pytest.mark.parametrize("call", ["unscale_", "step"])
+def test_gradients_of_a_loss_that_was_not_scaled_are_refused(backend, call):
+    model, optimizer = make("sgd")
+    scaler = xmem.GradScaler()
+    xmem.backward(model(X).square().mean(), optimizer)
+    before = [p.grad.clone() for p in model.parameters()]
+    with pytest.raises(xmem.UsageError, match="has scaled no loss"):
+        getattr(scaler, call)(optimizer)
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), before, strict=True))
+    xmem.zero_grad(optimizer)
+    xmem.backward(scaler.scale(model(X).square().mean()), optimizer)
+    getattr(scaler, call)(optimizer)
