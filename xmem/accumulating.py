@@ -29,8 +29,14 @@ def check(what: str) -> None:
         accumulation.check(what)
 
 
-unscaled: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Optimizers whose gradients a scaler has unscaled, and which have not stepped since."""
+_unscaled: list[weakref.ref[Any]] = []
+
+
+def mark_unscaled(optimizer: Any, *, unscaled: bool) -> None:
+    """Note whether a scaler has unscaled the gradients that an optimizer has now."""
+    _unscaled[:] = [held for held in _unscaled if held() is not None and held() is not optimizer]
+    if unscaled:
+        _unscaled.append(weakref.ref(optimizer))
 
 
 def check_scale(optimizer: Any) -> None:
@@ -39,7 +45,7 @@ def check_scale(optimizer: Any) -> None:
     Raises:
         UsageError: a scaler has unscaled those that are there.
     """
-    if optimizer in unscaled:
+    if any(held() is optimizer for held in _unscaled):
         raise UsageError(
             "backward after unscale_: gradients of a scaled loss would be added to unscaled ones."
             " Call scaler.step(optimizer) and scaler.update() first"

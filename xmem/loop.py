@@ -85,7 +85,7 @@ def zero_grad(optimizer: Any) -> None:
         UsageError: between the micro-batches of `xmem.accumulate`.
     """
     accumulating.check("zero_grad")
-    accumulating.unscaled.discard(optimizer)
+    accumulating.mark_unscaled(optimizer, unscaled=False)
     active().training.zero_grad(optimizer)
 
 

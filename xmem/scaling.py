@@ -87,7 +87,7 @@ class GradScaler:
         accumulating.check("unscale_")
         self._scaler.unscale_(optimizer)
         self._unscaled.add(optimizer)
-        accumulating.unscaled.add(optimizer)
+        accumulating.mark_unscaled(optimizer, unscaled=True)
 
     def step(self, optimizer: Any) -> Any:
         """Step the optimizer if all its gradients are finite; returns what its step returns.
@@ -104,7 +104,7 @@ class GradScaler:
             return loop.optimizer_step(optimizer)
         result = self._scaler.step(optimizer)
         self._stepped.add(optimizer)
-        accumulating.unscaled.discard(optimizer)
+        accumulating.mark_unscaled(optimizer, unscaled=False)
         return result
 
     def update(self, new_scale: float | None = None) -> None:
@@ -124,7 +124,7 @@ class GradScaler:
             raise UsageError("update comes after step(optimizer), and nothing has been stepped")
         self._scaler.update(new_scale)
         for optimizer in self._unscaled:
-            accumulating.unscaled.discard(optimizer)
+            accumulating.mark_unscaled(optimizer, unscaled=False)
         self._stepped.clear()
         self._unscaled.clear()
 
