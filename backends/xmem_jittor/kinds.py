@@ -143,8 +143,18 @@ def reach(function: Callable[..., Any], args: Any, kwargs: Any, *, linear: bool)
     template = take_apart((args, kwargs), jt.Var, found)
     if casting is None or not casting.enabled or not any(is_half(v) for v in found):
         return function(*args, **kwargs)
-    places = [i for i, v in enumerate(found) if is_float(v)]
+    operation, inputs = _of_floats(function, template, found)
+    if linear and len(inputs) == 1:
+        return Linear(operation)(*inputs)
+    numbers = [x.id if is_half(x) else None for x in inputs]
+    return Half(operation, casting.dtype, numbers, in_float32=True, rounds=False)(*inputs)
 
+
+def _of_floats(
+    function: Callable[..., Any], template: Any, found: list[Any]
+) -> tuple[Callable[..., Any], list[Any]]:
+    """Return a function of the floating-point tensors among those found, and these."""
+    places = [i for i, v in enumerate(found) if is_float(v)]
     inputs = [found[place] for place in places]
     for place in places:
         found[place] = None  # or the operation would keep it, not rounded
@@ -153,13 +163,10 @@ def reach(function: Callable[..., Any], args: Any, kwargs: Any, *, linear: bool)
         filled = list(found)
         for place, value in zip(places, values, strict=True):
             filled[place] = value
-        filled_args, filled_kwargs = fill(template, filled)
-        return function(*filled_args, **filled_kwargs)
+        args, kwargs = fill(template, filled)
+        return function(*args, **kwargs)
 
-    if linear and len(inputs) == 1:
-        return Linear(operation)(*inputs)
-    numbers = [x.id if is_half(x) else None for x in inputs]
-    return Half(operation, casting.dtype, numbers, in_float32=True, rounds=False)(*inputs)
+    return operation, inputs
 
 
 def call(kind: Kind, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -172,17 +179,5 @@ def call(kind: Kind, function: Callable[..., Any], args: Any, kwargs: Any) -> An
     if not found or not is_float(found[0]):
         with in_force(None):
             return function(*args, **kwargs)
-    places = [i for i, v in enumerate(found) if is_float(v)]
-
-    inputs = [found[place] for place in places]
-    for place in places:
-        found[place] = None  # or the operation would keep it, not rounded
-
-    def operation(*values: Any) -> Any:
-        filled = list(found)
-        for place, value in zip(places, values, strict=True):
-            filled[place] = value
-        filled_args, filled_kwargs = fill(template, filled)
-        return function(*filled_args, **filled_kwargs)
-
+    operation, inputs = _of_floats(function, template, found)
     return apply(kind, operation, inputs)
