@@ -84,7 +84,7 @@ class Parsed(HTMLParser):
 @pytest.fixture
 def without_plotly(monkeypatch):
     """Leave out plotly.js, whose megabytes are none of ours."""
-    monkeypatch.setattr("xmem.report.html._plotly_script", lambda: "/* plotly.js */")
+    monkeypatch.setattr("xmem.report.html.plotly_script", lambda: "/* plotly.js */")
 
 
 def test_markdown_has_every_status_every_reason_and_the_figures(report):
@@ -199,7 +199,7 @@ def test_clean_text_is_one_printable_line(text):
 @given(st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=40))
 def test_any_text_leaves_the_structure_of_html_alone(text):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("xmem.report.html._plotly_script", lambda: "/* plotly.js */")
+        patch.setattr("xmem.report.html.plotly_script", lambda: "/* plotly.js */")
         patch.setattr("xmem.report.html._figures", lambda report: [])
         plain, hostile = (Parsed(html(hostile_report(t))) for t in ("harmless", text))
     assert hostile.tags == plain.tags

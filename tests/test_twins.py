@@ -12,6 +12,8 @@ TWINS = (
     "environment.py",
     "measure.py",
     "models.py",
+    "plans.py",
+    "playing.py",
     "plugin.py",
     "precision.py",
     "training.py",
@@ -20,6 +22,8 @@ CAPABILITY = {
     "checkpoint.py": "Checkpoint",
     "measure.py": "Measure",
     "models.py": "Models",
+    "plans.py": "Plans",
+    "playing.py": "PlanRun",
     "precision.py": "Precision",
     "training.py": "Training",
 }

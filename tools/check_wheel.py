@@ -12,7 +12,10 @@ ROOT = Path(__file__).resolve().parent.parent
 MUST_CONTAIN = (
     "xmem/py.typed",
     "xmem/conformance/test_matrix.py",
+    "xmem/report/templates/head.html",
+    "xmem/report/templates/plan.html",
     "xmem/report/templates/report.html",
+    "xmem/report/templates/table.html",
     "xmem/native/planner.cc",
     "xmem/native/planner_problem.h",
     "xmem/native/planner_bands.h",
@@ -21,6 +24,7 @@ MUST_CONTAIN = (
     "xmem_torch/native/allocator.cpp",
     "xmem_jittor/plugin.py",
     "xmem_jittor/native/allocator.cc",
+    "xmem_jittor/native/emptying.cc",
 )
 
 

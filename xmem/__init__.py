@@ -4,7 +4,17 @@
 native to it. Importing xmem imports no framework.
 """
 
-from xmem.api import active, apply_checkpointing, backends, checkpoint, measure, observe, use
+from xmem.api import (
+    active,
+    apply_checkpointing,
+    backends,
+    checkpoint,
+    measure,
+    observe,
+    plan,
+    profile,
+    use,
+)
 from xmem.errors import (
     BackendError,
     BackendLoadError,
@@ -39,6 +49,7 @@ from xmem.loop import (
     optimizer_step,
     zero_grad,
 )
+from xmem.predicting import predict
 from xmem.scaling import GradScaler
 
 __version__ = "0.1.0"
@@ -81,6 +92,9 @@ __all__ = [
     "no_grad",
     "observe",
     "optimizer_step",
+    "plan",
+    "predict",
+    "profile",
     "use",
     "zero_grad",
 ]

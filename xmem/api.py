@@ -9,14 +9,16 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from xmem.errors import NoActiveBackendError
+from xmem.errors import NoActiveBackendError, UsageError
 from xmem.records import Recompute
 
 if TYPE_CHECKING:
     from xmem.backend import Backend
     from xmem.layouts import KeyLayers
     from xmem.meter import Measurement
+    from xmem.planner.plan import Plan
     from xmem.plugins import BackendInfo
+    from xmem.profiling import Profile
     from xmem.receipts import Receipt
 
 # A process global, not a ContextVar: autograd runs backward in threads of its own.
@@ -155,7 +157,7 @@ def checkpoint(
 
 def apply_checkpointing(
     model: Any,
-    layout: str | int | KeyLayers | Sequence[Any] = "every",
+    layout: str | int | KeyLayers | Plan | Sequence[Any] = "every",
     *,
     blocks: Sequence[Any] | None = None,
     inputs: Sequence[Any] | None = None,
@@ -171,8 +173,8 @@ def apply_checkpointing(
     Args:
         model: a native module.
         layout: "every": each block; "sqrt": about sqrt(n) segments of n blocks; a number of
-            segments; `xmem.KeyLayers(...)`: layers whose inside is large and cheap to compute; or
-            a list of segments, each a module, its path, or a list of these.
+            segments; `xmem.KeyLayers(...)`: layers whose inside is large and cheap to compute; a
+            plan (`xmem.plan`); or a list of segments, each a module, its path, or a list of these.
         blocks: the modules to make segments of, where they should not be found by themselves.
         inputs: the model's inputs, for a KeyLayers that has to measure.
         preserve_rng: recomputation draws the same random numbers.
@@ -196,3 +198,88 @@ def apply_checkpointing(
         preserve_rng=preserve_rng,
         check_values=check_values,
     )
+
+
+def profile(
+    model: Any,
+    batch: Any,
+    loss_fn: Callable[[Any, Any], Any],
+    *,
+    stages: str | Sequence[str] = "auto",
+    repeats: int = 3,
+    name: str = "",
+) -> Profile:
+    """Measure a model as a chain of stages: exact bytes, seconds.
+
+    Runs `1 + repeats` steps in which every stage is recomputed, so no more memory is needed than
+    the inputs of all stages and the inside of one. The model, its statistics, its gradients and
+    random numbers are left as they were.
+
+    Args:
+        model: a native module, in training mode.
+        batch: inputs and targets, whatever `loss_fn` takes.
+        loss_fn: `loss_fn(model, batch)` returns the loss, a scalar.
+        stages: how the stages are found: "traced" (PyTorch: the forward is traced), "modules"
+            (those called one after another), "auto" (traced where that works), or their paths.
+        repeats: how many steps are timed; times are medians.
+        name: for people; the model's class otherwise.
+
+    Returns:
+        A chain that can be planned (`xmem.plan`); what follows the stages, the loss included, is
+        its last stage.
+
+    Raises:
+        UsageError: no stages are found, or they are not called in the step.
+        CompositionError: the model is checkpointed already.
+    """
+    from xmem.profiling import profile as run
+
+    return run(active(), model, batch, loss_fn, stages=stages, repeats=repeats, name=name)
+
+
+def plan(
+    profile_or_model: Any,
+    batch: Any = None,
+    loss_fn: Callable[[Any, Any], Any] | None = None,
+    *,
+    budget: int | float | str,
+    gap: float | None = None,
+    verify: bool = True,
+    compare: bool = False,
+) -> Plan:
+    """Return the fastest way to train within a budget, proven, and kept to by a real step.
+
+    The plan is run for a step and measured; if the step holds more than the budget, the model is
+    planned anew with what it held more, at most a few rounds. More budget never gives a slower plan
+    from the same profile. `plan.apply(model)` puts it to use.
+
+    Args:
+        profile_or_model: what `xmem.profile` returned, any chain, or a model.
+        batch: of a model; see `xmem.profile`.
+        loss_fn: of a model; see `xmem.profile`.
+        budget: bytes that the step may hold beside parameters, their gradients and the optimizer's
+            state: an int, text such as "2GiB", or a share of what a step holds that keeps
+            everything, a float up to 1.0. The batch counts.
+        gap: by what share of a step the plan may be slower than the best; see
+            `xmem.planner.solve`.
+        verify: run it; a chain without a model is only planned.
+        compare: also run plain steps in turn with planned ones, to measure the plan's cost in time;
+            those keep everything, so that must fit.
+
+    Raises:
+        InfeasibleBudgetError: no plan fits; it has the least budget that does.
+        UsageError: the budget makes no sense.
+    """
+    from xmem.planner import DEFAULT_GAP, Chain
+    from xmem.planning import make_plan
+
+    chain = profile_or_model
+    if not isinstance(chain, Chain):
+        if loss_fn is None:
+            raise UsageError(
+                "to plan a model, give a batch and the loss too: xmem.plan(model, batch, loss_fn,"
+                " budget=...); or profile it first: xmem.plan(xmem.profile(...), budget=...)"
+            )
+        chain = profile(chain, batch, loss_fn)
+    gap = DEFAULT_GAP if gap is None else gap
+    return make_plan(chain, budget, gap=gap, verify=verify, compare=compare)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from xmem.errors import CapabilityError
 
 if TYPE_CHECKING:
+    from xmem.playing import Plans
     from xmem.protocols import Checkpoint, Measure, Models, Precision, Training
 
 CAPABILITIES: tuple[str, ...] = (
@@ -16,6 +17,7 @@ CAPABILITIES: tuple[str, ...] = (
     "precision",
     "training",
     "models",
+    "plans",
     "pool",
     "saved",
     "quantize",
@@ -70,6 +72,7 @@ class Backend:
     precision: Precision
     training: Training
     models: Models
+    plans: Plans
     pool: Any
     saved: Any
     quantize: Any

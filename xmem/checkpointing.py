@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from xmem import api
 from xmem.errors import CompositionError, UsageError
@@ -22,6 +22,7 @@ from xmem.layouts import (
     outermost,
     split,
 )
+from xmem.planner.plan import Plan
 from xmem.receipts import Receipt, issue
 from xmem.records import Cost, Recompute
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from xmem.backend import Backend
     from xmem.protocols import Checkpoint
 
-Layout = str | int | KeyLayers | Sequence[Any]
+Layout = str | int | KeyLayers | Plan | Sequence[Any]
 
 
 @dataclass(frozen=True)
@@ -50,11 +51,17 @@ class CheckpointedForward:
     backend: str
     how: Recompute
     ends: bool = True
+    recomputes: ClassVar = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward, checkpointed."""
         capability = api.loaded(self.backend).checkpoint
         return capability.checkpoint_block(self.forward, args, kwargs, self.how, ends=self.ends)
+
+
+def is_recomputed(forward: Any) -> bool:
+    """Say whether a forward is one that a layout or a plan has set."""
+    return getattr(forward, "recomputes", False) is True
 
 
 def apply_checkpointing(
@@ -71,6 +78,13 @@ def apply_checkpointing(
     capability = backend.checkpoint
     if not capability.is_module(model):
         raise UsageError(f"{model!r} is no module of the active backend; pass its own modules")
+    if isinstance(layout, Plan):
+        if blocks is not None or inputs is not None or check_values:
+            raise UsageError(
+                "a Plan says itself what is recomputed; leave blocks=, inputs= and check_values="
+                " out"
+            )
+        return layout.apply(model, preserve_rng=preserve_rng)
     if inputs is not None and not (isinstance(layout, KeyLayers) and layout.measured):
         raise UsageError("inputs= is for KeyLayers with min_saved_bytes or max_recompute_seconds")
     segments, note, saving = _chosen(capability, model, layout, blocks, inputs)
@@ -124,8 +138,8 @@ def _chosen(
         return given(capability, model, layout), "The list of segments is empty.", None
     if not isinstance(layout, (str, int)) or isinstance(layout, bool):
         raise UsageError(
-            f"{layout!r} is no layout: 'every', 'sqrt', a number of segments, KeyLayers(...) or a"
-            " list of segments"
+            f"{layout!r} is no layout: 'every', 'sqrt', a number of segments, KeyLayers(...), a"
+            " Plan or a list of segments"
         )
     if blocks is not None:
         named = [
@@ -221,9 +235,10 @@ def _wrapper(
     backend: Backend, path: str, how: Recompute, ends: bool
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def wrap(forward: Callable[..., Any]) -> Callable[..., Any]:
-        if isinstance(forward, CheckpointedForward):
+        if is_recomputed(forward):
             raise CompositionError(
-                f"block {path!r} is checkpointed already; call undo() of its receipt first"
+                f"block {path!r} is checkpointed or planned already; call undo() of its receipt"
+                " first"
             )
         return CheckpointedForward(forward, backend.name, replace(how, name=path), ends)
 

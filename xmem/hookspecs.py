@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 if TYPE_CHECKING:
+    from xmem.playing import Plans
     from xmem.protocols import (
         Checkpoint,
         Framework,
@@ -69,6 +70,10 @@ class BackendSpec:
     @hookspec(firstresult=True)
     def xmem_models(self, session: Session) -> Models | None:
         """Build the conformance workloads in the framework."""
+
+    @hookspec(firstresult=True)
+    def xmem_plans(self, session: Session) -> Plans | None:
+        """Play plans: any schedule of a chain of stages."""
 
     @hookspec(firstresult=True)
     def xmem_pool(self, session: Session) -> Any:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Category = Literal[
     "parameter", "buffer", "gradient", "optimizer", "input", "activation", "temporary", "other"
@@ -144,3 +144,51 @@ class Cast:
     saved_bytes: int
     master_bytes: int
     undo: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What one operation of a schedule took, in a step that was traced; see `xmem.playing`.
+
+    Attributes:
+        op: its number in the script; `HEAD`: what came before the first stage; `TAIL`: from the
+            end of the last stage's forward to its gradient, the loss included; `REST`: what came
+            after the last backward.
+        before_bytes: allocated when it began.
+        peak_bytes: the most that was allocated while it ran.
+        after_bytes: allocated when it had ended.
+        gradient_bytes: of `before_bytes`, gradients of parameters that this step has made.
+        seconds: how long it took.
+    """
+
+    op: int
+    before_bytes: int
+    peak_bytes: int
+    after_bytes: int
+    gradient_bytes: int
+    seconds: float
+
+
+HEAD, TAIL, REST = -1, -2, -3
+"""Numbers of marks that belong to no operation."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step that was run aside: forward and backward, no update.
+
+    Attributes:
+        before_bytes: allocated when it began.
+        peak_bytes: the most that was allocated in it.
+        gradient_bytes: of the gradients that it made.
+        seconds: how long it took.
+        loss: its value.
+        gradients: of each trained parameter by name, as float32 arrays, where asked for.
+    """
+
+    before_bytes: int
+    peak_bytes: int
+    gradient_bytes: int
+    seconds: float
+    loss: float
+    gradients: Any = None

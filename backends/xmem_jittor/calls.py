@@ -1,4 +1,4 @@
-"""One call of a function, made twice: what the first pass leaves for the second.
+"""One call of a function, made several times: what the first pass leaves for the others.
 
 * What the function reads beside its inputs is found from the graph that the first pass has built
   and not yet run, so parameters and tensors of closures get their gradients.
@@ -6,6 +6,8 @@
   passes, and the merged kernel runs when the later pass is ready. The second pass reads zero-copy
   views of what the first one read, which are also the values of the first pass where a parameter
   has been updated in between. Only writes into raw memory (`x.data[...] = `) cannot be seen.
+* A first pass may read views, too, where more than two are made (`own_views`): of the parameters of
+  the modules it reaches. Of what it finds elsewhere (closures) it reads the tensors themselves.
 * Buffers (running statistics) are views too in the second pass, of what they were before the first;
   what the second pass writes to them is dropped unread.
 * Random numbers of Jittor are drawn with seeds (`replay.py`), those of Python and NumPy by setting
@@ -31,6 +33,7 @@ from xmem.records import Recompute
 from xmem_jittor import notices, precision, replay
 from xmem_jittor.graph import depends, draws, handles_of, may_depend, newest_node, read_by, swapped
 from xmem_jittor.reach import Reach
+from xmem_jittor.views import OwnViews
 
 Facts = tuple[tuple[int, ...], str]
 """The shape and the type of a tensor."""
@@ -63,6 +66,7 @@ class Call:
 
     Attributes:
         reads: what it reads beside its inputs, in a fixed order; known after the first pass.
+        seen: what a first pass with a graph has read in their place, until it is taken.
         flags: of Jittor, in the first pass.
         name: what errors call it.
     """
@@ -73,6 +77,7 @@ class Call:
         self._how = how
         self.name = how.name or function_name(function)
         reach = Reach.of(function)
+        self._parameters = reach.parameters
         self._training = [(m, getattr(m, "is_train", True)) for m in reach.modules]
         self._buffers = [(buffer, _handle(buffer)) for buffer in reach.buffers]
         self._kept = Kept((function, template), reach.modules, jt.Var, forward="execute")
@@ -83,6 +88,7 @@ class Call:
         self._samples: list[Any] = []
         self.flags = flags_in_force()
         self.reads: list[Read] = []
+        self.seen: list[Any] = []
 
     def _call(self, inputs: Sequence[Any]) -> Any:
         args, kwargs = fill(snapshot(self._template), inputs)
@@ -92,14 +98,24 @@ class Call:
             notices.refuse_filled_containers(self.name)
         return result
 
-    def first_pass(self, inputs: Sequence[Any]) -> tuple[Any, list[Any]]:
-        """Run the function without a graph; returns its result's template and tensors."""
-        newest = newest_node()
+    def first_pass(
+        self, inputs: Sequence[Any], *, own_views: bool = False, with_graph: bool = False
+    ) -> tuple[Any, list[Any]]:
+        """Run the function; returns its result's template and tensors.
+
+        Args:
+            inputs: for this pass alone.
+            own_views: read views of the parameters of the modules that the function reaches.
+            with_graph: build a graph, which ends at `inputs` and `seen`.
+        """
         recording: AbstractContextManager[list[int]] = nullcontext([])
         if self._how.preserve_rng:
             recording = replay.recorded()
-        with jt.flag_scope(no_grad=1), recording as self._seeds:
-            result = self._call(inputs)
+        no_grad = int(not with_graph)
+        with OwnViews(self._parameters if own_views else []) as own:
+            newest = newest_node()
+            with jt.flag_scope(no_grad=no_grad), recording as self._seeds:
+                result = self._call(inputs)
         kept = self._kept.ran()
         if self._streams is not None:
             self._streams.first_pass_ended()
@@ -108,9 +124,12 @@ class Call:
         ]
         outputs: list[Any] = []
         template = take_apart(result, jt.Var, outputs)
+        outputs = [own.of(output) for output in outputs]
         self._facts = [_facts(output) for output in outputs]
-        self._find_reads(outputs, newest, inputs)
-        if kept:
+        self._find_reads(outputs, newest, inputs, own, with_graph=with_graph)
+        if kept and with_graph:
+            self._tell_of_kept(newest, inputs)
+        elif kept:
             self._judge(kept, newest, inputs)
         if self._how.check_values:
             self._samples = [_sample(output) for output in outputs]
@@ -124,9 +143,12 @@ class Call:
         if not any(may_depend(f.leaf, newest) for f in new):
             return
         with self._tried(inputs) as (_, views, newest):
-            for found in self._kept.found():
-                if found.leaf.dtype.is_float() and depends(found.leaf, newest, views):
-                    notices.tell_of_kept(self.name, found)
+            self._tell_of_kept(newest, views)
+
+    def _tell_of_kept(self, newest: int, inputs: Sequence[Any]) -> None:
+        for found in self._kept.found():
+            if found.leaf.dtype.is_float() and depends(found.leaf, newest, inputs):
+                notices.tell_of_kept(self.name, found)
 
     @contextmanager
     def _tried(self, inputs: Sequence[Any]) -> Iterator[tuple[list[Any], list[Any], int]]:
@@ -141,20 +163,31 @@ class Call:
             take_apart(self._call(views), jt.Var, outputs)
             yield outputs, views, newest
 
-    def _find_reads(self, outputs: list[Any], newest: int, inputs: Sequence[Any]) -> None:
+    def _find_reads(
+        self,
+        outputs: list[Any],
+        newest: int,
+        inputs: Sequence[Any],
+        own: OwnViews,
+        *,
+        with_graph: bool,
+    ) -> None:
         """Find what the function read beside its inputs."""
         found, executed = read_by(outputs, newest, inputs)
-        if executed:
+        if executed and not with_graph:
             # Somebody waited for a value in the first pass, which forgets its graph then; a graph
             # with gradients does not.
             with self._tried(inputs) as (outputs, views, newest):
                 found, _ = read_by(outputs, newest, views)
         if self._how.preserve_rng and draws(outputs, newest):
             raise CompositionError(f"{self.name!r} cannot be recomputed: {replay.NOT_REPLAYED}")
-        for handles in handles_of(found):
-            var = handles[0]
+        for address, handles in zip(found, handles_of(found), strict=True):
+            read = own.handles(address) or handles
+            var = read[0]
             trained = var.dtype.is_float() and not var.is_stop_grad()
-            self.reads.append(Read(handles, var.detach(), trained))
+            self.reads.append(Read(read, var.detach(), trained))
+            if with_graph:
+                self.seen.append(jt.wrap_var_addr(address))
 
     @contextmanager
     def _as_it_was(self, handles: Sequence[Any] = (), views: Sequence[Any] = ()) -> Iterator[None]:
@@ -224,6 +257,7 @@ class Call:
     def release(self) -> None:
         """Let go of all tensors."""
         self._template, self._buffers, self._samples, self.reads = None, [], [], []
+        self._parameters, self.seen = [], []
         self._kept.release()
 
     def _compare(self, outputs: Sequence[Any]) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import gc
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 import jittor as jt
@@ -20,11 +19,11 @@ from xmem.randomness import Streams, stream_kinds
 from xmem.records import Cost
 from xmem_jittor import native, replay
 from xmem_jittor.graph import handles_of, newest_node, reached, read_by, swapped
+from xmem_jittor.ordering import noting
 from xmem_jittor.reach import Reach
 from xmem_jittor.regions import Feed
 
 _BEFORE, _AFTER = 0, 1
-_NOTE = '((void (*)(long long))(size_t)data["note"])((long long)data["which"]);'
 _INPUTS_OF_AN_OPERATION = 8
 
 
@@ -119,24 +118,8 @@ def _bytes_of(tensors: Sequence[Any]) -> int:
     return int(native.allocator().xmem_jittor_bytes_of(*native.addresses(tensors)))
 
 
-@lru_cache(maxsize=1)
-def _address() -> int:
-    return int(ctypes.cast(native.allocator().xmem_jittor_note, ctypes.c_void_p).value or 0)
-
-
 def _noting(var: Any, which: int, *others: Any) -> Any:
-    """Return a tensor in the same memory; an operation notes bytes and time when it is reached.
-
-    The address goes through `data`, so one kernel serves all processes.
-    """
-    [noted] = jt.code(
-        inputs=[var, *others],
-        outputs=[var],
-        data={"note": _address(), "which": which},
-        cpu_src=_NOTE,
-        cuda_src=f"cudaDeviceSynchronize(); {_NOTE}",
-    )
-    return noted.stop_fuse()
+    return noting(var, native.address_of(native.allocator().xmem_jittor_note), which, *others)
 
 
 def _after_all(outputs: Sequence[Any]) -> Any:

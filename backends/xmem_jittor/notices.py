@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import NoReturn
 
 import jittor as jt
@@ -88,4 +89,45 @@ def warn_cut_short(name: str) -> None:
         " segment there, or use the layout 'every'.",
         XmemWarning,
         stacklevel=3,
+    )
+
+
+def refuse_out_of_order(name: str, left: Sequence[str]) -> NoReturn:
+    """Say that stages are called in order, each once."""
+    what = f"stage {left[0]!r} is next" if left else "all stages have been called"
+    raise CompositionError(
+        f"the planned stage {name!r} is called out of order: {what}. A plan is for a forward pass"
+        " that calls each stage once, in the order of the plan."
+    )
+
+
+def refuse_no_tensor(name: str) -> NoReturn:
+    """Say that the first stage takes a tensor."""
+    raise CompositionError(
+        f"the planned stage {name!r} takes no tensor, so that there is nothing to start from. Let"
+        " the first stage take the batch."
+    )
+
+
+def refuse_output(name: str, count: int) -> NoReturn:
+    """Say that a stage returns one tensor."""
+    raise CompositionError(
+        f"the planned stage {name!r} returns {count} tensors; a stage of a plan returns one, of"
+        " floating-point numbers. Cut the chain at another place."
+    )
+
+
+def refuse_other_readers(name: str, called: int, stages: int) -> NoReturn:
+    """Say that the gradient of a stage's output came by another way than the next stage."""
+    if called < stages:
+        raise CompositionError(
+            f"the forward pass left the plan early: {called} of {stages} stages were called, and"
+            f" gradients are asked for through the output of {name!r}. Call all stages before"
+            " backward, or take the plan off the model."
+        )
+    raise CompositionError(
+        f"the output of the planned stage {name!r} is read by something else than a stage, which"
+        " asks for its gradient. On Jittor gradients come to it through stages only. Hand it to a"
+        " stage as an argument, as it is; pass y.detach() where no gradient is needed; or let one"
+        " stage span both readers."
     )

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from xmem_jittor.checkpoint import Checkpoint
     from xmem_jittor.measure import Measure
     from xmem_jittor.models import Models
+    from xmem_jittor.plans import Plans
     from xmem_jittor.precision import Precision
     from xmem_jittor.training import Training
 
@@ -78,3 +79,11 @@ def xmem_models(session: Session) -> Models:
     from xmem_jittor.models import Models
 
     return Models()
+
+
+@hookimpl
+def xmem_plans(session: Session) -> Plans:
+    """Play plans as one operation on the lazy graph."""
+    from xmem_jittor.plans import Plans
+
+    return Plans(session.device)

@@ -20,11 +20,13 @@ class Reach:
         modules: with all that are inside them.
         streams: generators of random numbers.
         buffers: tensors of the modules that ask for no gradients.
+        parameters: those that do.
     """
 
     modules: list[Any]
     streams: list[Any]
     buffers: list[Any]
+    parameters: list[Any]
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> Reach:
@@ -32,14 +34,16 @@ class Reach:
         kinds = tuple(stream_kinds())
         modules: dict[int, Any] = {}
         streams: dict[int, Any] = {}
-        buffers: dict[int, Any] = {}
+        tensors: dict[int, Any] = {}
         for found in behind(function, (jt.Module, *kinds)):
             if isinstance(found, jt.Module):
                 modules.update((id(m), m) for m in found.modules())
-                buffers.update((id(p), p) for p in found.parameters() if p.is_stop_grad())
+                tensors.update((id(p), p) for p in found.parameters())
             else:
                 streams[id(found)] = found
         for module in modules.values():
             held = (v for v in module.__dict__.values() if isinstance(v, kinds))
             streams.update((id(v), v) for v in held)
-        return cls(list(modules.values()), list(streams.values()), list(buffers.values()))
+        buffers = [p for p in tensors.values() if p.is_stop_grad()]
+        parameters = [p for p in tensors.values() if not p.is_stop_grad()]
+        return cls(list(modules.values()), list(streams.values()), buffers, parameters)

@@ -90,13 +90,29 @@ def aside() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def unmoved() -> Iterator[None]:
+    """Put the stream of seeds back after the block."""
+    _stream_is_current()
+    state = _stream.getstate()
+    try:
+        yield
+    finally:
+        _stream.setstate(state)
+
+
 def _fresh_seed() -> int:
+    _stream_is_current()
+    return _stream.getrandbits(31)
+
+
+def _stream_is_current() -> None:
+    """Let the stream start anew where Jittor has been seeded."""
     global _stream_of
     seeding = int(native.graph().xmem_jittor_seedings())
     if _stream_of != seeding:
         _stream.seed(jt.get_seed())
         _stream_of = seeding
-    return _stream.getrandbits(31)
 
 
 @contextmanager

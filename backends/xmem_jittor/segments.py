@@ -191,7 +191,7 @@ class Segment:
         position = self._links.index(link)
         if link.spent or (self._computed and link.again is None):
             notices.refuse_twice(link.call.name)
-        with _inside(), jt.flag_scope(no_grad=0, lazy_execution=1, **link.call.flags):
+        with inside(), jt.flag_scope(no_grad=0, lazy_execution=1, **link.call.flags):
             first = not self._computed
             if first:
                 self._compute(position)
@@ -259,7 +259,7 @@ _depth = 0
 
 
 @contextmanager
-def _inside() -> Iterator[None]:
+def inside() -> Iterator[None]:
     """Note inside the block that a region is being differentiated."""
     global _depth
     _depth += 1

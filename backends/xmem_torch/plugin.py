@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from xmem_torch.checkpoint import Checkpoint
     from xmem_torch.measure import Measure
     from xmem_torch.models import Models
+    from xmem_torch.plans import Plans
     from xmem_torch.precision import Precision
     from xmem_torch.training import Training
 
@@ -67,3 +68,11 @@ def xmem_models(session: Session) -> Models:
     from xmem_torch.models import Models
 
     return Models(session.device)
+
+
+@hookimpl
+def xmem_plans(session: Session) -> Plans:
+    """Play plans on one graph, through saved-tensor hooks."""
+    from xmem_torch.plans import Plans
+
+    return Plans(session.device)

@@ -57,3 +57,11 @@ def sample(tensor: torch.Tensor) -> Any:
         if flat.is_complex():
             flat = torch.view_as_real(flat.resolve_conj()).reshape(-1)
         return flat[:: sample_step(flat.numel())].double().cpu().resolve_neg().numpy()
+
+
+def bytes_of(tensors: Sequence[torch.Tensor]) -> int:
+    """Return the bytes of the distinct storages behind tensors."""
+    storages = [t.untyped_storage() for t in tensors if t.layout is torch.strided]
+    sizes = {storage._cdata: storage.nbytes() for storage in storages}
+    others = [t.nbytes for t in tensors if t.layout is not torch.strided]
+    return sum(sizes.values()) + sum(others)

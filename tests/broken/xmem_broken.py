@@ -213,6 +213,75 @@ class ForgetfulBackward(Delegate):
         self._real.backward(loss, optimizer)
 
 
+class RunLie(Delegate):
+    """Plans whose runs lie about each first call of a stage: `call(real, stage, function, ...)`."""
+
+    def open(self, script, names, how, *, traced):
+        return LyingRun(self._real.open(script, names, how, traced=traced), self.call)
+
+
+class LyingRun(Delegate):
+    def __init__(self, real, call):
+        super().__init__(real)
+        self._call = call
+
+    def first(self, stage, function, args, kwargs):
+        return self._call(self._real, stage, function, args, kwargs)
+
+
+class NoopPlan(RunLie):
+    """Plans that only call the stages."""
+
+    def call(self, real, stage, function, args, kwargs):
+        return function(*args, **kwargs)
+
+
+class TwicePlan(RunLie):
+    """Plans with the right result, and the work of one more forward pass."""
+
+    def call(self, real, stage, function, args, kwargs):
+        function(*args, **kwargs)
+        return real.first(stage, function, args, kwargs)
+
+
+class DetachingPlan(RunLie):
+    """Plans that lose the gradient of what comes before the third stage."""
+
+    def call(self, real, stage, function, args, kwargs):
+        output = real.first(stage, function, args, kwargs)
+        return output.detach() if stage == 2 else output
+
+
+class HoldingPlan(RunLie):
+    """Plans that hold every value that was ever there."""
+
+    held = []  # noqa: RUF012
+
+    def call(self, real, stage, function, args, kwargs):
+        output = real.first(stage, function, args, kwargs)
+        self.held.append(output.detach())
+        return output
+
+
+class ConstantMarks(Delegate):
+    """Marks that have seen all operations before."""
+
+    def open(self, script, names, how, *, traced):
+        return ConstantRun(self._real.open(script, names, how, traced=traced))
+
+
+class ConstantRun(Delegate):
+    def marks(self):
+        marks = self._real.marks()
+        at = marks[0].before_bytes + (1 << 21)
+        return [
+            dataclasses.replace(m, before_bytes=at, peak_bytes=at, after_bytes=at)
+            if m.op >= 0
+            else m
+            for m in marks
+        ]
+
+
 LIES = {
     "noop_checkpoint": ("checkpoint", NoopCheckpoint),
     "twice_checkpoint": ("checkpoint", TwiceCheckpoint),
@@ -233,6 +302,11 @@ LIES = {
     "keeping_no_grad": ("training", KeepingNoGrad),
     "holding_log": ("training", HoldingLog),
     "forgetful_backward": ("training", ForgetfulBackward),
+    "noop_plan": ("plans", NoopPlan),
+    "twice_plan": ("plans", TwicePlan),
+    "detaching_plan": ("plans", DetachingPlan),
+    "holding_plan": ("plans", HoldingPlan),
+    "constant_marks": ("plans", ConstantMarks),
 }
 
 
@@ -274,6 +348,10 @@ class Twin:
     @hookimpl
     def xmem_models(self, session):
         return self._hook("models", session)
+
+    @hookimpl
+    def xmem_plans(self, session):
+        return self._hook("plans", session)
 
 
 def __getattr__(name):

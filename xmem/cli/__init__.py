@@ -10,7 +10,7 @@ import click
 import xmem
 from xmem.errors import BackendNotFoundError, ReportError, UsageError, XmemError, unknown
 
-_VERBS = ("backends", "compare", "conformance", "diff", "doctor", "schema")
+_VERBS = ("backends", "compare", "conformance", "diff", "doctor", "plan", "schema")
 _USAGE_ERRORS = (UsageError, BackendNotFoundError, ReportError)
 
 

@@ -1,6 +1,6 @@
 """The techniques of the matrix: how each changes a training step.
 
-A technique is a neutral function of the backend, the model and its blocks; it returns what to
+A technique is a neutral function of the backend and what it is to be applied to; it returns what to
 enter around the forward pass, and what it was applied to.
 """
 
@@ -34,6 +34,23 @@ class Applied:
 
 
 @dataclass(frozen=True)
+class Target:
+    """What a technique is applied to.
+
+    Attributes:
+        model: the model.
+        blocks: the modules that its declaration calls blocks.
+        batch: inputs and targets.
+        loss_fn: makes the loss of the model and the batch.
+    """
+
+    model: Any
+    blocks: Sequence[Any]
+    batch: tuple[Any, Any]
+    loss_fn: Callable[[Any, Any], Any]
+
+
+@dataclass(frozen=True)
 class Technique:
     """What the matrix knows of a technique.
 
@@ -49,28 +66,43 @@ class Technique:
     capabilities: tuple[str, ...]
     loss_tolerance: float
     gradient_tolerance: float
-    apply: Callable[[Backend, Any, Sequence[Any]], Applied]
+    apply: Callable[[Backend, Target], Applied]
 
 
-def _baseline(backend: Backend, model: Any, blocks: Sequence[Any]) -> Applied:
+def _baseline(backend: Backend, target: Target) -> Applied:
     return Applied()
 
 
-def _checkpoint(backend: Backend, model: Any, blocks: Sequence[Any]) -> Applied:
-    receipt = xmem.apply_checkpointing(model, "every", blocks=blocks)
+def _checkpoint(backend: Backend, target: Target) -> Applied:
+    receipt = xmem.apply_checkpointing(target.model, "every", blocks=target.blocks)
     return Applied(applied_to=receipt.applied_to)
 
 
-def _autocast(backend: Backend, model: Any, blocks: Sequence[Any]) -> Applied:
+def _plan(backend: Backend, target: Target) -> Applied:
+    from xmem.planner import least_budget_bytes
+    from xmem.planner.solver import store_all_peak_bytes
+
+    profile = xmem.profile(target.model, target.batch, target.loss_fn)
+    least = max(least_budget_bytes(profile), profile.around_bytes)
+    budget = int(least + _PLAN_SHARE * (store_all_peak_bytes(profile) - least))
+    receipt = xmem.plan(profile, budget=budget).apply(target.model)
+    return Applied(applied_to=receipt.applied_to)
+
+
+def _autocast(backend: Backend, target: Target) -> Applied:
     dtype = backend.precision.check_dtype("auto")
     return Applied(forward_context=lambda: xmem.autocast(dtype), dtype=dtype)
 
+
+_PLAN_SHARE = 0.1
+"""The budget of a plan: the least, and this share of the way to what keeps everything."""
 
 TECHNIQUES: dict[str, Technique] = {
     t.name: t
     for t in (
         Technique("baseline", (), 0.0, 0.0, _baseline),
         Technique("checkpoint", ("checkpoint",), 1e-6, 1e-5, _checkpoint),
+        Technique("plan", ("checkpoint", "plans"), 1e-6, 1e-5, _plan),
         Technique("autocast", ("precision",), 2e-2, 1e-1, _autocast),
     )
 }

@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 
 import xmem
-from xmem.conformance.techniques import technique
+from xmem.conformance.techniques import Target, technique
 from xmem.errors import BackendUnavailableError, CapabilityError
 from xmem.report.model import Case, Machine, Result, Status, TimelinePoint, write_json
 from xmem.workloads import make_batch, make_weights, workload
@@ -47,16 +47,22 @@ class CaseRun:
         self.block_calls = 0
         for block in self.blocks:
             self._count_calls(block)
-        self.applied = technique(case.technique).apply(backend, self.model, self.blocks)
+        self._step = 0
+        self.batch = self._batch()
+        self.applied = technique(case.technique).apply(
+            backend, Target(self.model, self.blocks, self.batch, self._loss)
+        )
         self.optimizer = backend.training.make_optimizer(
             self._workload.optimizer, self.model, learning_rate=self._workload.learning_rate
         )
-        self._step = 0
-        self.batch = self._batch()
 
     def _batch(self) -> tuple[Any, Any]:
         inputs, targets = make_batch(self._workload, self._step)
         return self._backend.models.tensor(inputs), self._backend.models.tensor(targets)
+
+    def _loss(self, model: Any, batch: tuple[Any, Any]) -> Any:
+        inputs, targets = batch
+        return self._backend.models.loss(self._workload.loss, model(inputs), targets)
 
     def _count_calls(self, block: Any) -> None:
         if not self._backend.offers("checkpoint"):
@@ -74,9 +80,8 @@ class CaseRun:
 
     def backward(self) -> Any:
         """Run forward and backward; returns the loss."""
-        inputs, targets = self.batch
         with self.applied.forward_context():
-            loss = self._backend.models.loss(self._workload.loss, self.model(inputs), targets)
+            loss = self._loss(self.model, self.batch)
         xmem.backward(loss, self.optimizer)
         return loss
 

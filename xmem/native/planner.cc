@@ -19,11 +19,14 @@ extern "C" {
 void* xmem_planner_open(int n, int64_t cap, int keeps, const int64_t* a, const int64_t* tng,
                         const double* fng, const int32_t* starts, const int64_t* abar,
                         const int64_t* tf, const int64_t* tb, const double* f,
-                        const double* excess) try {
+                        const double* excess, const int64_t* before_loss,
+                        const int64_t* after_loss) try {
     auto solver = std::make_unique<Solver>();
     auto& p = solver->p;
     p.n = n, p.cap = cap, p.keeps = keeps;
     p.a.assign(a, a + n + 1), p.tng.assign(tng, tng + n), p.fng.assign(fng, fng + n);
+    p.before_loss.assign(before_loss, before_loss + n + 1);
+    p.after_loss.assign(after_loss, after_loss + n + 1);
     p.options.resize(n);
     for (int i = 0; i < n; i++)
         for (int k = starts[i]; k < starts[i + 1]; k++)

@@ -47,7 +47,7 @@ struct Problem {
     int n = 0, ends_most = 1, classes = 0;
     Bytes cap = 0;
     bool keeps = true;
-    std::vector<Bytes> a, tng;
+    std::vector<Bytes> a, tng, before_loss, after_loss;
     std::vector<Ticks> fng, pre, again;
     std::vector<std::vector<Choice>> options;
     std::vector<int> class_of;
@@ -66,10 +66,11 @@ struct Problem {
             for (auto& o : options[i]) again[i] = std::min(again[i], o.f);
             ends_most = std::max(ends_most, 1 + int(options[i].size()));
         }
-        std::map<std::tuple<Bytes, Bytes, Ticks, std::vector<Choice>>, int> types;
+        std::map<std::tuple<Bytes, Bytes, Bytes, Bytes, Ticks, std::vector<Choice>>, int> types;
         std::vector<int> kinds(n + 1, n);
         for (int i = 0; i < n; i++)
-            kinds[i] = types.emplace(std::make_tuple(a[i + 1], tng[i], fng[i], options[i]), i)
+            kinds[i] = types.emplace(std::make_tuple(a[i + 1], tng[i], before_loss[i],
+                                                     after_loss[i + 1], fng[i], options[i]), i)
                            .first->second;
         std::map<Bytes, int> sizes;  // equal jobs start at values of equal bytes
         for (int s = 0; s <= n; s++) sizes.emplace(a[s], -1 - int(sizes.size()));
@@ -100,13 +101,14 @@ struct Problem {
     void leaf(int s, int j, std::vector<Point>& ways) const {
         ways.clear();
         if (s == n) {
-            ways.push_back({a[n], 0});
+            ways.push_back({a[n] + after_loss[n], 0});
         } else if (j) {
             auto& o = options[s][j - 1];
-            ways.push_back({o.abar + a[s + 1] + o.tb, o.excess});
+            ways.push_back({o.abar + a[s + 1] + after_loss[s + 1] + o.tb, o.excess});
         } else {
             for (auto& o : options[s])
-                ways.push_back({o.abar + a[s + 1] + std::max(o.tf, o.tb), o.excess});
+                ways.push_back({o.abar + a[s + 1] + after_loss[s + 1] + std::max(o.tf, o.tb),
+                                o.excess});
         }
     }
 
@@ -115,12 +117,14 @@ struct Problem {
     void branches(Job job, Ticks most, Bytes room, Visit visit) const {
         auto [s, t, j] = job;
         Bytes found = (j ? options[t][j - 1].abar : 0) + (t < n ? a[t + 1] : 0);
+        auto pins = [&, t = t](int i) { return t < n ? after_loss[t + 1] : before_loss[i]; };
+        Bytes delta = a[s + 1] + after_loss[s + 1];
         for (int k = 0; k < int(options[s].size()); k++) {
             auto& o = options[s][k];
-            Bytes need = std::max(found + o.abar + o.tf, a[s + 1] + o.abar + o.tb);
+            Bytes need = std::max(found + pins(s) + o.abar + o.tf, delta + o.abar + o.tb);
             visit(Branch{kKeepHere, s, k, need, o.abar, o.excess});
         }
-        Bytes need = found + a[s + 1] + tng[s];
+        Bytes need = found + pins(s) + a[s + 1] + tng[s];
         for (int q = s + 1; q <= t; q++) {
             Ticks x = pre[q] - pre[s];
             if (need > room || x > most) return;
@@ -128,10 +132,10 @@ struct Problem {
             if (q == n) return;
             for (int k = 0; keeps && q < t && k < int(options[q].size()); k++) {
                 auto& o = options[q][k];
-                Bytes higher = std::max(need, found + a[q] + o.abar + o.tf);
+                Bytes higher = std::max(need, found + pins(q) + a[q] + o.abar + o.tf);
                 visit(Branch{kKeepLater, q, k, higher, o.abar, x});
             }
-            need = std::max(need, found + a[q] + a[q + 1] + tng[q]);
+            need = std::max(need, found + pins(q) + a[q] + a[q + 1] + tng[q]);
         }
     }
 

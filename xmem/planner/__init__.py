@@ -4,17 +4,19 @@
 of execution and the argument are in docs/planner.md.
 """
 
-from xmem.planner.chain import OPTION_NAMES, Chain, Option, Skip, Stage
+from xmem.planner.chain import LOSS_STAGE, OPTION_NAMES, Chain, Option, Skip, Stage
 from xmem.planner.heuristics import HEURISTICS, heuristic
 from xmem.planner.limits import Bounds, bounds
-from xmem.planner.plan import Plan, plan_schema
+from xmem.planner.plan import Plan, Verified, plan_schema
 from xmem.planner.schedule import Op, format_ops, parse_ops
 from xmem.planner.simulation import simulate
-from xmem.planner.solver import least_budget_bytes, solve
+from xmem.planner.solver import DEFAULT_GAP, least_budget_bytes, solve
 from xmem.planner.tradeoff import Frontier, frontier
 
 __all__ = [
+    "DEFAULT_GAP",
     "HEURISTICS",
+    "LOSS_STAGE",
     "OPTION_NAMES",
     "Bounds",
     "Chain",
@@ -24,6 +26,7 @@ __all__ = [
     "Plan",
     "Skip",
     "Stage",
+    "Verified",
     "bounds",
     "format_ops",
     "frontier",

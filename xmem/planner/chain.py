@@ -17,6 +17,10 @@ OPTION_NAMES = ("keep all", "compressed", "offload", "half")
 """What options are called where a file has no names, in the order of their numbers."""
 
 
+LOSS_STAGE = "(loss)"
+"""The name of a last stage that is no module: what follows the chain, the loss included."""
+
+
 @dataclass(frozen=True)
 class Option:
     """A way to keep what a stage's backward reads: option k of stage i.
@@ -28,7 +32,7 @@ class Option:
         kept_bytes: live between the two, with the stage's output, without its input (abar).
         forward_extra_bytes: beyond that, at the worst instant of the forward (tf).
         backward_extra_bytes: beyond everything held, at the worst instant of the backward; the
-            gradient of the stage's input is among them (tb).
+            gradients of the stage's inputs are among them, those of skips too (tb).
     """
 
     name: str
@@ -63,7 +67,7 @@ class Skip:
     Attributes:
         source: the stage whose output it is.
         target: the stage that reads it again.
-        size_bytes: its bytes.
+        size_bytes: its bytes, and those of the gradient that the target gives it.
     """
 
     source: int
@@ -80,8 +84,8 @@ class Chain:
         stages: in the order of the forward (stage 0 .. n-1).
         value_bytes: of what goes into stage i, and last of what comes out of the chain (a_0 ..
             a_n). A gradient has the bytes of its value. a_0, the batch, is held all step.
-        skips: tensors that jump over stages. They are noted, not planned: whoever applies a plan
-            holds them beside it, so take `skip_bytes` off the budget.
+        skips: tensors that jump over stages. A target reads the whole output of its source, in
+            every forward and in its backward.
 
     Raises:
         UsageError: sizes or times are negative or not finite, or numbers of things do not match.
@@ -118,11 +122,6 @@ class Chain:
             for s in self.stages
         )
         return math.fsum(t for o in fastest for t in (o.forward_seconds, o.backward_seconds))
-
-    @property
-    def skip_bytes(self) -> int:
-        """Bytes of all skips: held from end to end, what a plan knows nothing of."""
-        return sum(skip.size_bytes for skip in self.skips)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Chain:

@@ -23,6 +23,7 @@ from xmem.errors import InfeasibleBudgetError, UsageError, unknown
 from xmem.planner.chain import Chain
 from xmem.planner.schedule import Op
 from xmem.planner.simulation import simulate
+from xmem.planner.skips import live
 
 HEURISTICS = ("none", "every", "sqrt", "uniform", "interval")
 
@@ -60,6 +61,8 @@ def uniform_starts(n: int, segments: int) -> list[int]:
 def segmented(chain: Chain, starts: Sequence[int]) -> tuple[Op, ...]:
     """Return the schedule of a chain that is cut into segments.
 
+    What a skip brings from one segment into another is held from the first forward on.
+
     Args:
         chain: the stages.
         starts: the first stage of each segment, ascending, from 0.
@@ -75,7 +78,7 @@ def segmented(chain: Chain, starts: Sequence[int]) -> tuple[Op, ...]:
         ops += [Op("L")] if end == n else []
         ops += [Op("B", i) for i in reversed(range(start, end))]
         ops += [Op("Da", start)] if start else []
-    return tuple(ops)
+    return tuple(live(chain, ops)) if chain.skips else tuple(ops)
 
 
 def _best_uniform(chain: Chain, budget_bytes: int | None) -> tuple[Op, ...]:

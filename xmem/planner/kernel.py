@@ -80,7 +80,7 @@ def load() -> Any:
     library: Any = ctypes.CDLL(str(native.compile_library(source)))
     pointer, size, real, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double, ctypes.c_int
     signatures: dict[str, tuple[Any, tuple[Any, ...]]] = {
-        "open": (pointer, (number, size, number, *[pointer] * 9)),
+        "open": (pointer, (number, size, number, *[pointer] * 11)),
         "close": (None, (pointer,)),
         "least_excess": (real, (pointer,)),
         "least_bytes": (size, (pointer,)),
@@ -114,6 +114,7 @@ class NativeEngine:
             _array(ctypes.c_int32, starts),
             *(_array(ctypes.c_int64, row) for row in (abar, tf, tb)),
             *(_array(ctypes.c_double, row) for row in (f, excess)),
+            *(_array(ctypes.c_int64, row) for row in (problem.before_loss, problem.after_loss)),
         )
         if not self._handle:
             raise MemoryError("the planner")

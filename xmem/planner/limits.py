@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from xmem.planner.bands import Item, items_at_last, least_excess, room_at_last
 from xmem.planner.chain import Chain
 from xmem.planner.problem import Problem, make_problem
+from xmem.planner.skips import gradient_bytes, read_values
 
 _MOST_POINTS = 4096
 
@@ -58,11 +59,12 @@ def heaviest_stage(chain: Chain) -> int:
 
 def _stage_peaks(chain: Chain) -> list[int]:
     a, peaks = chain.value_bytes, []
+    reads, skipped = read_values(chain), gradient_bytes(chain)
     for i, stage in enumerate(chain.stages):
         kept = min(o.kept_bytes + o.forward_extra_bytes for o in stage.options)
         forward = min(a[i + 1] + stage.temporary_bytes, kept)
         backward = min(o.kept_bytes + o.backward_extra_bytes for o in stage.options) + a[i + 1]
-        peaks.append((a[i] if i else 0) + max(forward, backward))
+        peaks.append(sum(a[j] for j in reads[i]) + max(forward, backward + skipped[i + 1]))
     return peaks
 
 

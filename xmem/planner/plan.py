@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -17,7 +17,43 @@ from xmem.planner.schedule import Op, format_ops, parse_ops
 from xmem.planner.simulation import play
 from xmem.report.model import write_whole
 
-PLAN_SCHEMA_VERSION = 1
+if TYPE_CHECKING:
+    from xmem.receipts import Receipt
+
+PLAN_SCHEMA_VERSION = 2
+
+
+class Verified(msgspec.Struct, frozen=True, kw_only=True):
+    """What a real step came to, beside what was predicted.
+
+    Attributes:
+        predicted_peak_bytes: the plan's peak when it was run.
+        measured_peak_bytes: counted as the plan counts: the batch included, parameters and their
+            gradients not.
+        step_peak_bytes: the most allocated in the step, all included.
+        plain_step_seconds: of a forward and backward without the plan, None where that was not run.
+        planned_step_seconds: of the same with the plan.
+        rounds: how many plans were run until one was within its budget.
+    """
+
+    predicted_peak_bytes: int
+    measured_peak_bytes: int
+    step_peak_bytes: int
+    plain_step_seconds: float | None
+    planned_step_seconds: float
+    rounds: int
+
+    @property
+    def error(self) -> float:
+        """By what share the measured peak exceeds the predicted one."""
+        return self.measured_peak_bytes / self.predicted_peak_bytes - 1
+
+    @property
+    def measured_overhead(self) -> float | None:
+        """What the plan cost in time, as a share of the plain step."""
+        if not self.plain_step_seconds:
+            return None
+        return self.planned_step_seconds / self.plain_step_seconds - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +71,10 @@ class Plan:
         gap: no schedule of the family is faster by more than this share of `store_all_seconds`;
             0.0: it is the optimum of the family.
         options: for each stage the name of the option by which its backward finds it.
+        stage_names: of the chain; by these a model's stages are found again.
+        store_all_peak_bytes: what a step holds that keeps everything, as each stage's option 0.
+        traced: the stages are those of a traced forward, not modules.
+        verified: what a real step came to; None: none has been run.
     """
 
     chain_name: str
@@ -46,6 +86,33 @@ class Plan:
     bound_seconds: float
     gap: float
     options: tuple[str, ...]
+    stage_names: tuple[str, ...]
+    store_all_peak_bytes: int
+    traced: bool = False
+    verified: Verified | None = None
+
+    def apply(self, model: Any, *, preserve_rng: bool = True) -> Receipt:
+        """Let a model run as the plan says, from its next forward pass on.
+
+        Outside of gradient recording (`no_grad`) the model runs as it did. Recomputation sees the
+        parameters, random numbers, precision and training flags of the first pass, and running
+        statistics are updated once.
+
+        Args:
+            model: a native module of the active backend, with the stages that were planned.
+            preserve_rng: recomputation draws the same random numbers.
+
+        Returns:
+            A receipt; `receipt.undo()` restores the model.
+
+        Raises:
+            UsageError: the model has other stages than the plan.
+            CompositionError: a stage is checkpointed already, or cannot be recomputed.
+            CapabilityError: the plan keeps a stage in a way that cannot be executed.
+        """
+        from xmem.planned import apply_plan
+
+        return apply_plan(self, model, preserve_rng=preserve_rng)
 
     @property
     def overhead(self) -> float:
@@ -131,6 +198,10 @@ class PlanFile(msgspec.Struct, frozen=True, kw_only=True):
     bound_seconds: float
     gap: float
     options: tuple[str, ...]
+    stage_names: tuple[str, ...]
+    store_all_peak_bytes: int
+    traced: bool
+    verified: Verified | None
     plan_schema_version: int = PLAN_SCHEMA_VERSION
 
 

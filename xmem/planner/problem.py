@@ -68,6 +68,8 @@ class Problem:
         cap: bytes of the budget, without a_0.
         tick: seconds of a tick.
         keeps: whether the branch "keep" exists; without it the optimum is rotor's.
+        pins: bytes held beside the chain (pinned skips): while stage i is run for the loss, i = 0
+            .. n, and then while delta_j is alive, j = 0 .. n. Empty: none.
     """
 
     n: int
@@ -79,6 +81,17 @@ class Problem:
     cap: int
     tick: float
     keeps: bool = True
+    pins: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+
+    @cached_property
+    def before_loss(self) -> tuple[int, ...]:
+        """Bytes of pins while stage i is run for the loss."""
+        return self.pins[0] or (0,) * (self.n + 1)
+
+    @cached_property
+    def after_loss(self) -> tuple[int, ...]:
+        """Bytes of pins while delta_j is alive."""
+        return self.pins[1] or (0,) * (self.n + 1)
 
     @cached_property
     def pre(self) -> tuple[float, ...]:
@@ -105,7 +118,13 @@ class Problem:
         """
         types: dict[object, int] = {}
         kinds = [
-            types.setdefault((self.a[i + 1], self.tng[i], self.fng[i], self.options[i]), i)
+            types.setdefault(
+                (
+                    *(self.a[i + 1], self.tng[i], self.fng[i], self.options[i]),
+                    *(self.before_loss[i], self.after_loss[i + 1]),
+                ),
+                i,
+            )
             for i in range(self.n)
         ]
         kinds.append(self.n)
@@ -139,8 +158,8 @@ class Problem:
     def leaf(self, s: int, j: int) -> list[tuple[int, float, int]]:
         """Return the bytes, the excess and the option of each way to do R(s,s,j)."""
         if s == self.n:
-            return [(self.a[s], 0.0, 0)]
-        delta, options = self.a[s + 1], self.options[s]
+            return [(self.a[s] + self.after_loss[s], 0.0, 0)]
+        delta, options = self.a[s + 1] + self.after_loss[s + 1], self.options[s]
         if j:
             o = options[j - 1]
             return [(o.abar + delta + o.tb, o.excess, 0)]
@@ -152,11 +171,13 @@ class Problem:
         a, n, cap, classes, width = self.a, self.n, self.cap, self.classes, self.width
         # What the job finds: the kept abar_t, and the gradient.
         found = (self.options[t][j - 1].abar if j else 0) + (a[t + 1] if t < n else 0)
+        pins = (self.after_loss[t + 1],) * n if t < n else self.before_loss
         below, start = classes[s], self.pre[s]
+        delta = a[s + 1] + self.after_loss[s + 1]
         for k, o in enumerate(self.options[s]):
-            need = max(found + o.abar + o.tf, a[s + 1] + o.abar + o.tb)
+            need = max(found + pins[s] + o.abar + o.tf, delta + o.abar + o.tb)
             yield need, o.abar, o.excess, classes[s + 1][t] * width + j, None, "G", s, k
-        need = found + a[s + 1] + self.tng[s]
+        need = found + pins[s] + a[s + 1] + self.tng[s]
         for q in range(s + 1, t + 1):
             x = self.pre[q] - start
             if need > cap or x > most:
@@ -166,9 +187,9 @@ class Problem:
                 if q < t and self.keeps:
                     first, second = classes[q + 1][t] * width + j, below[q] * width + 1
                     for k, o in enumerate(self.options[q]):
-                        higher = max(need, found + a[q] + o.abar + o.tf)
+                        higher = max(need, found + pins[q] + a[q] + o.abar + o.tf)
                         yield higher, o.abar, x, first, second + k, "keep", q, k
-                need = max(need, found + a[q] + a[q + 1] + self.tng[q])
+                need = max(need, found + pins[q] + a[q] + a[q + 1] + self.tng[q])
 
     def least_bytes(self) -> int:
         """Return the least bytes, without a_0, of any schedule of the family."""
@@ -185,10 +206,16 @@ class Problem:
         return least[free.key(0, free.n, 0)]
 
 
-def make_problem(chain: Chain, budget_bytes: int, *, keeps: bool = True) -> Problem:
-    """Return the problem of a chain and a budget."""
+def make_problem(
+    chain: Chain,
+    budget_bytes: int,
+    *,
+    keeps: bool = True,
+    pins: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
+) -> Problem:
+    """Return the problem of a chain and a budget; skips count only as pins, if at all."""
     tick = _tick(chain)
-    fng = tuple(_ticks(s.forward_seconds, tick) for s in chain.stages)
+    fng = tuple(ticks(s.forward_seconds, tick) for s in chain.stages)
     options, base = [], 0.0
     for stage in chain.stages:
         choices, fastest = _choices(stage, tick)
@@ -201,25 +228,29 @@ def make_problem(chain: Chain, budget_bytes: int, *, keeps: bool = True) -> Prob
         fng=fng,
         options=tuple(options),
         base=base,
-        cap=min(budget_bytes, enough_bytes(chain)) - chain.value_bytes[0],
+        cap=min(budget_bytes, enough_bytes(chain) + max(map(sum, pins))) - chain.value_bytes[0],
         tick=tick,
         keeps=keeps,
+        pins=pins,
     )
 
 
 def enough_bytes(chain: Chain) -> int:
     """Return a budget that no schedule can exceed: everything is held, at the worst instant."""
-    return sum(chain.value_bytes) + sum(
-        s.temporary_bytes
-        + max(o.kept_bytes + o.forward_extra_bytes + o.backward_extra_bytes for o in s.options)
-        for s in chain.stages
+    return (
+        sum(chain.value_bytes)
+        + sum(s.size_bytes for s in chain.skips)
+        + sum(
+            s.temporary_bytes
+            + max(o.kept_bytes + o.forward_extra_bytes + o.backward_extra_bytes for o in s.options)
+            for s in chain.stages
+        )
     )
 
 
 def _choices(stage: Stage, tick: float) -> tuple[tuple[Choice, ...], float]:
     rows = [
-        (o, _ticks(o.forward_seconds, tick), _ticks(o.backward_seconds, tick))
-        for o in stage.options
+        (o, ticks(o.forward_seconds, tick), ticks(o.backward_seconds, tick)) for o in stage.options
     ]
     base = min(f + b for _, f, b in rows)
     return tuple(
@@ -238,5 +269,6 @@ def _tick(chain: Chain) -> float:
     return math.ldexp(1.0, max(math.frexp(longest * times)[1] - 52, -1000))
 
 
-def _ticks(seconds: float, tick: float) -> float:
+def ticks(seconds: float, tick: float) -> float:
+    """Return seconds in whole ticks, rounded down."""
     return float(math.floor(seconds / tick))

@@ -45,6 +45,25 @@ def play(chain: Chain, ops: Iterable[Op] | str) -> World:
     return world
 
 
+@dataclass(frozen=True)
+class Instant:
+    """What an operation held, while it ran.
+
+    Attributes:
+        name: of the operation.
+        begin_seconds: when it began.
+        end_seconds: when it ended.
+        before_bytes: held when it began.
+        peak_bytes: the most held until it ended.
+    """
+
+    name: str
+    begin_seconds: float
+    end_seconds: float
+    before_bytes: int
+    peak_bytes: int
+
+
 @dataclass
 class World:
     """What is held between two operations.
@@ -54,6 +73,7 @@ class World:
         values: the j whose a_j stands by itself.
         kept: for each stage whose activations are held, the number of their option.
         gradient: the j whose delta_j is alive; None before the loss.
+        skip_gradients: by stage, bytes of the gradient that skips have brought to its output.
         held_bytes: of all of these.
         peak_bytes: the most so far, at the worst instants inside operations too.
         seconds: of each operation so far.
@@ -63,6 +83,7 @@ class World:
     values: set[int] = field(default_factory=lambda: {0})
     kept: dict[int, int] = field(default_factory=dict)
     gradient: int | None = None
+    skip_gradients: dict[int, int] = field(default_factory=dict)
     held_bytes: int = 0
     peak_bytes: int = 0
     seconds: list[float] = field(default_factory=list)
@@ -107,11 +128,17 @@ class World:
         if j not in self.values and j - 1 not in self.kept:
             refuse(f"a_{j} is not there")
 
+    def _need_inputs(self, i: int, refuse: Callable[[str], NoReturn]) -> None:
+        self._need_value(i, refuse)
+        for skip in self.chain.skips:
+            if skip.target == i:
+                self._need_value(skip.source + 1, refuse)
+
     def _option(self, i: int, k: int) -> Option:
         return self.chain.stages[i].options[k]
 
     def _forward(self, op: Op, refuse: Callable[[str], NoReturn]) -> None:
-        self._need_value(op.index, refuse)
+        self._need_inputs(op.index, refuse)
         if op.index + 1 in self.values:
             refuse(f"a_{op.index + 1} is there already")
         stage, made = self.chain.stages[op.index], self.chain.value_bytes[op.index + 1]
@@ -121,7 +148,7 @@ class World:
         self.seconds.append(stage.forward_seconds)
 
     def _forward_kept(self, op: Op, refuse: Callable[[str], NoReturn]) -> None:
-        self._need_value(op.index, refuse)
+        self._need_inputs(op.index, refuse)
         if op.index in self.kept:
             refuse(f"stage {op.index} is kept already")
         count = len(self.chain.stages[op.index].options)
@@ -148,14 +175,24 @@ class World:
             refuse(f"the gradient of a_{i + 1} is not there")
         if i not in self.kept:
             refuse(f"stage {i} is not kept")
-        self._need_value(i, refuse)
+        self._need_inputs(i, refuse)
         option = self._option(i, self.kept[i])
         self._peak(option.backward_extra_bytes)
         del self.kept[i]
         self.gradient = i
         sizes = self.chain.value_bytes
         self.held_bytes += sizes[i] - sizes[i + 1] - option.kept_bytes
+        self._pass_skip_gradients(i)
         self.seconds.append(option.backward_seconds)
+
+    def _pass_skip_gradients(self, i: int) -> None:
+        """Add the gradients that B(i) gives to skips; the one of a_i is now part of delta_i."""
+        for skip in self.chain.skips:
+            if skip.target == i:
+                before = self.skip_gradients.get(skip.source, 0)
+                self.skip_gradients[skip.source] = max(before, skip.size_bytes)
+                self.held_bytes += max(skip.size_bytes - before, 0)
+        self.held_bytes -= self.skip_gradients.pop(i - 1, 0)
 
     def _drop_value(self, op: Op, refuse: Callable[[str], NoReturn]) -> None:
         if op.index == 0:

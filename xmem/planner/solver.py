@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from xmem.errors import InfeasibleBudgetError, InvalidScheduleError, UsageError
+from xmem.planner.bridged import Opener, Solver, least_bridged_bytes, plan_bridged
 from xmem.planner.chain import Chain
 from xmem.planner.fronts import Engine
 from xmem.planner.kernel import open_engine
@@ -19,6 +20,7 @@ from xmem.planner.limits import heaviest_stage, knapsack_excess
 from xmem.planner.plan import Plan
 from xmem.planner.problem import Problem, make_problem
 from xmem.planner.schedule import Op
+from xmem.planner.skips import gradient_bytes
 
 DEFAULT_GAP = 1e-4
 """Of a step. Options that differ by microseconds give millions of points that differ by less."""
@@ -58,6 +60,9 @@ def solve(
 ) -> Plan:
     """Return the fastest schedule that fits a budget.
 
+    Of a chain with skips it is the fastest of all schedules, up to 10 stages (unless the search
+    is given up); beyond, the plan's `gap` is its distance from the bound of every schedule.
+
     Args:
         chain: what is to be planned.
         budget_bytes: the most that may be held at any time, the batch included, parameters, their
@@ -68,6 +73,7 @@ def solve(
         kernel: "auto", "native" (C++) or None (plain Python); the plan is the same.
         keeps: whether a stage may be kept without its input, which is made again just before its
             backward. Without this freedom the plan is the optimum of rotor (see docs/planner.md).
+            Chains with skips are planned with every freedom.
 
     Raises:
         InfeasibleBudgetError: nothing fits; it has the least budget that does.
@@ -77,18 +83,66 @@ def solve(
         raise UsageError(f"budget_bytes={budget_bytes!r}: a budget is a whole number of bytes")
     if not 0 <= gap < math.inf:
         raise UsageError(f"gap={gap!r} is no share of a step; give 0 or more, e.g. 1e-4")
+    if chain.skips:
+        return _solve_bridged(chain, budget_bytes, gap, kernel)
     problem = make_problem(chain, budget_bytes, keeps=keeps)
     engine = open_engine(problem, kernel)
     found = _search(engine, problem, gap)
     if found is None:
-        raise _infeasible(chain, problem, budget_bytes, engine.least_bytes())
-    return _plan(chain, problem, (budget_bytes, gap), found)
+        least = engine.least_bytes() + problem.a[0]
+        raise _infeasible(chain, budget_bytes, least)
+    bound = (problem.base + knapsack_excess(problem)) * problem.tick
+    best = (problem.base + found.excess - found.loss) * problem.tick
+    plan = _plan(chain, budget_bytes, found.ops, bound)
+    if found.loss:
+        behind = max(plan.seconds - max(best, bound), 0.0) / plan.store_all_seconds
+        plan = replace(plan, gap=min(behind, gap))
+    _certify(plan, chain)
+    return plan
+
+
+def _solve_bridged(chain: Chain, budget_bytes: int, gap: float, kernel: str | None) -> Plan:
+    found = plan_bridged(chain, budget_bytes, *_tools(gap, kernel))
+    if found is None:
+        least = max(least_budget_bytes(chain, kernel=kernel), budget_bytes + 1)
+        raise _infeasible(chain, budget_bytes, least)
+    problem = make_problem(chain, budget_bytes)
+    knapsack = (problem.base + knapsack_excess(problem)) * problem.tick
+    plan = _plan(chain, budget_bytes, found.ops, max(found.least_seconds, knapsack))
+    # In ticks seconds are a little less: a plan that is proven is not behind by that.
+    behind = plan.seconds - plan.bound_seconds if not found.proven else 0.0
+    whole = plan.store_all_seconds
+    plan = replace(plan, gap=behind / whole if whole else 0.0)
+    _certify(plan, chain)
+    return plan
+
+
+def _tools(gap: float, kernel: str | None) -> tuple[Opener, Solver]:
+    """Return what opens and solves the problems of `bridged`."""
+
+    def solver(engine: Engine, problem: Problem) -> list[Op] | None:
+        found = _search(engine, problem, gap)
+        return found.ops if found else None
+
+    return lambda problem: open_engine(problem, kernel), solver
 
 
 def least_budget_bytes(chain: Chain, *, kernel: str | None = "auto") -> int:
-    """Return the least budget that has a plan, the batch included."""
+    """Return the least budget that has a plan, the batch included.
+
+    Of a chain with skips it is exact up to 10 stages. Beyond, `solve` may have plans for less.
+    """
+    if chain.skips:
+        return least_bridged_bytes(chain, *_tools(DEFAULT_GAP, kernel))
     problem = make_problem(chain, chain.value_bytes[0])
     return open_engine(problem, kernel).least_bytes() + chain.value_bytes[0]
+
+
+def store_all_peak_bytes(chain: Chain) -> int:
+    """Return the peak of a step that keeps everything, by each stage's first option."""
+    stages = range(len(chain.stages))
+    kept = [Op("G", i) for i in stages]
+    return _tally(chain, [*kept, Op("L"), *(Op("B", i) for i in reversed(stages))])[1]
 
 
 def _search(engine: Engine, problem: Problem, gap: float) -> Found | None:
@@ -118,24 +172,22 @@ def _search(engine: Engine, problem: Problem, gap: float) -> Found | None:
     return Found(ops, excess, jobs * thinning if thinned else 0.0)
 
 
-def _plan(chain: Chain, problem: Problem, asked: tuple[int, float], found: Found) -> Plan:
-    seconds, peak, kept = _tally(chain, found.ops)
-    bound = (problem.base + knapsack_excess(problem)) * problem.tick
-    best = (problem.base + found.excess - found.loss) * problem.tick
-    whole = chain.store_all_seconds
-    plan = Plan(
+def _plan(chain: Chain, budget_bytes: int, ops: Iterable[Op], bound: float) -> Plan:
+    ops = tuple(ops)
+    seconds, peak, kept = _tally(chain, ops)
+    return Plan(
         chain_name=chain.name,
-        budget_bytes=asked[0],
-        ops=tuple(found.ops),
+        budget_bytes=budget_bytes,
+        ops=ops,
         seconds=seconds,
         peak_bytes=peak,
-        store_all_seconds=whole,
+        store_all_seconds=chain.store_all_seconds,
         bound_seconds=min(bound, seconds),
-        gap=min(max(seconds - max(best, bound), 0.0) / whole, asked[1]) if found.loss else 0.0,
+        gap=0.0,
         options=tuple(s.options[k].name for s, k in zip(chain.stages, kept, strict=True)),
+        stage_names=tuple(s.name for s in chain.stages),
+        store_all_peak_bytes=store_all_peak_bytes(chain),
     )
-    _certify(plan, chain)
-    return plan
 
 
 def _certify(plan: Plan, chain: Chain) -> None:
@@ -152,6 +204,7 @@ def _tally(chain: Chain, ops: Iterable[Op]) -> tuple[float, int, list[int]]:
     a, stages = chain.value_bytes, chain.stages
     held = peak = a[0]
     kept = [0] * len(stages)
+    skipped = gradient_bytes(chain)
     seconds = []
     for op in ops:
         i = op.index
@@ -166,21 +219,19 @@ def _tally(chain: Chain, ops: Iterable[Op]) -> tuple[float, int, list[int]]:
         elif op.code == "B":
             option = stages[i].options[kept[i]]
             above = option.backward_extra_bytes
-            after = a[i] - a[i + 1] - option.kept_bytes
+            after = a[i] + skipped[i] - a[i + 1] - skipped[i + 1] - option.kept_bytes
             seconds.append(option.backward_seconds)
         elif op.code == "L":
             above = after = a[-1]
         else:
-            above, after = 0, -a[i]
+            after = -(a[i] if op.code == "Da" else stages[i].options[kept[i]].kept_bytes)
+            above = after
         peak = max(peak, held + above)
         held += after
     return math.fsum(seconds), peak, kept
 
 
-def _infeasible(
-    chain: Chain, problem: Problem, budget_bytes: int, least: int
-) -> InfeasibleBudgetError:
-    minimum = least + problem.a[0]
+def _infeasible(chain: Chain, budget_bytes: int, minimum: int) -> InfeasibleBudgetError:
     i = heaviest_stage(chain)
     advice = [f"give {minimum} bytes", "make the batch smaller"]
     if max(len(s.options) for s in chain.stages) == 1:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from xmem.report import facts
 from xmem.report.model import Report
 from xmem.report.tables import (
@@ -14,7 +16,7 @@ from xmem.report.tables import (
 
 _FIGURES = ("above_static", "tradeoff", "by_category", "loss_curves")
 # Named one by one: plotly.js 4 brings a button that sends the figure to a server.
-_CONFIG = {
+CONFIG = {
     "displaylogo": False,
     "responsive": True,
     "modeBarButtons": [["toImage", "zoom2d", "pan2d", "resetScale2d"]],
@@ -23,22 +25,13 @@ _CONFIG = {
 
 def html(report: Report) -> str:
     """Return the whole report, plotly.js included once."""
-    import jinja2
-
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("xmem.report"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["clean"] = clean
     figures = _figures(report)
-    return environment.get_template("report.html").render(
+    return render(
+        "report.html",
         report=report,
         meaning=facts.MEANING,
         figures=figures,
-        plotly=_plotly_script() if figures else "",
+        plotly=plotly_script() if figures else "",
         statuses=facts.statuses_table(report),
         tables=_present(
             results_table(report),
@@ -53,6 +46,22 @@ def html(report: Report) -> str:
             facts.backends_table(report), facts.machine_table(report), facts.settings_table(report)
         ),
     )
+
+
+def render(template: str, **values: Any) -> str:
+    """Fill a template."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("xmem.report"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["clean"] = clean
+    page: str = environment.get_template(template).render(**values)
+    return page
 
 
 def _present(*tables: Table | None) -> list[Table]:
@@ -75,13 +84,14 @@ def _figures(report: Report) -> list[str]:
                     full_html=False,
                     include_plotlyjs=False,
                     div_id=f"figure-{name}",
-                    config=_CONFIG,
+                    config=CONFIG,
                 )
             )
     return pieces
 
 
-def _plotly_script() -> str:
+def plotly_script() -> str:
+    """Return plotly.js."""
     from plotly.offline import get_plotlyjs
 
     script: str = get_plotlyjs()

@@ -12,7 +12,7 @@ from xmem.sizes import format_size
 
 _MIB = 2**20
 # Okabe and Ito's colours: told apart by people who see colours differently, on light and dark.
-_COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#8C7A00", "#888888")
+COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#8C7A00", "#888888")
 _CATEGORY_COLORS = {
     "parameter": "#0072B2",
     "buffer": "#56B4E9",
@@ -27,7 +27,7 @@ _DASHES = ("solid", "dash", "dot", "dashdot")
 _SYMBOLS = ("circle", "diamond", "square", "cross", "triangle-up", "star")
 
 
-def _label(text: str) -> str:
+def label(text: str) -> str:
     """Return a label without markup: plotly.js reads a subset of HTML in text."""
     return escape(clean(text))
 
@@ -40,7 +40,8 @@ def _several(values: list[str]) -> dict[str, int]:
     return {value: index for index, value in enumerate(dict.fromkeys(values))}
 
 
-def _figure(title: str, *, height: int = 460) -> Any:
+def new_figure(title: str, *, height: int = 460) -> Any:
+    """Return an empty figure in the style of all."""
     import plotly.graph_objects as go
 
     figure = go.Figure()
@@ -65,22 +66,22 @@ def above_static(report: Report) -> Any | None:
     results = [r for r in _measured(report) if r.peak_above_static_bytes is not None]
     if not results:
         return None
-    figure = _figure("Peak above static, by technique")
+    figure = new_figure("Peak above static, by technique")
     for name, index in _several([r.case.technique for r in results]).items():
         rows = [r for r in results if r.case.technique == name]
         sizes = [r.peak_above_static_bytes or 0 for r in rows]
         figure.add_trace(
             go.Bar(
-                name=_label(name),
+                name=label(name),
                 x=[
-                    [_label(r.case.workload) for r in rows],
-                    [_label(r.case.backend) for r in rows],
+                    [label(r.case.workload) for r in rows],
+                    [label(r.case.backend) for r in rows],
                 ],
                 y=[size / _MIB for size in sizes],
-                customdata=[[_label(case_label(r)), format_size(r.peak_above_static_bytes)]
+                customdata=[[label(case_label(r)), format_size(r.peak_above_static_bytes)]
                             for r in rows],
                 hovertemplate="%{customdata[0]}<br>%{customdata[1]}<extra></extra>",
-                marker_color=_COLORS[index % len(_COLORS)],
+                marker_color=COLORS[index % len(COLORS)],
             )
         )  # fmt: skip
     figure.update_layout(barmode="group", bargap=0.25)
@@ -95,23 +96,23 @@ def by_category(report: Report) -> Any | None:
     results = [r for r in _measured(report) if r.by_category]
     if not results:
         return None
-    figure = _figure("What the peak is made of", height=520)
+    figure = new_figure("What the peak is made of", height=520)
     x = [
-        [_label(r.case.workload) for r in results],
-        [_label(f"{r.case.backend} {r.case.technique}") for r in results],
+        [label(r.case.workload) for r in results],
+        [label(f"{r.case.backend} {r.case.technique}") for r in results],
     ]
     for index, name in enumerate(categories_in(results)):
         sizes = [(r.by_category or {}).get(name, 0) for r in results]
         figure.add_trace(
             go.Bar(
-                name=_label(name),
+                name=label(name),
                 x=x,
                 y=[size / _MIB for size in sizes],
-                customdata=[[_label(case_label(r)), format_size(size)]
+                customdata=[[label(case_label(r)), format_size(size)]
                             for r, size in zip(results, sizes, strict=True)],
-                hovertemplate=f"%{{customdata[0]}}<br>{_label(name)}: %{{customdata[1]}}"
+                hovertemplate=f"%{{customdata[0]}}<br>{label(name)}: %{{customdata[1]}}"
                 "<extra></extra>",
-                marker_color=_CATEGORY_COLORS.get(name, _COLORS[index % len(_COLORS)]),
+                marker_color=_CATEGORY_COLORS.get(name, COLORS[index % len(COLORS)]),
             )
         )  # fmt: skip
     figure.update_layout(barmode="stack", bargap=0.2, margin_b=150)
@@ -130,7 +131,7 @@ def tradeoff(report: Report) -> Any | None:
     ]
     if not rows:
         return None
-    figure = _figure("What memory costs in time")
+    figure = new_figure("What memory costs in time")
     backends = _several([c.result.case.backend for c in rows])
     techniques = _several([r.case.technique for r in _measured(report)])
     for name in techniques:
@@ -144,19 +145,19 @@ def tradeoff(report: Report) -> Any | None:
                 continue
             figure.add_trace(
                 go.Scatter(
-                    name=_label(f"{name}, {backend}"),
+                    name=label(f"{name}, {backend}"),
                     x=[c.time_ratio for c in own],
                     y=[1 / (c.above_static_saving_factor or 1) for c in own],
                     mode="markers+text",
-                    text=[_label(c.result.case.workload) for c in own],
+                    text=[label(c.result.case.workload) for c in own],
                     textposition="top center",
                     textfont_size=11,
                     marker={
                         "size": 11,
                         "symbol": _SYMBOLS[symbol % len(_SYMBOLS)],
-                        "color": _COLORS[techniques[name] % len(_COLORS)],
+                        "color": COLORS[techniques[name] % len(COLORS)],
                     },
-                    hovertemplate=f"%{{text}}, {_label(name)}, {_label(backend)}<br>"
+                    hovertemplate=f"%{{text}}, {label(name)}, {label(backend)}<br>"
                     "time %{x:.2f}x, memory above static %{y:.2f}x<extra></extra>",
                 )
             )
@@ -174,22 +175,22 @@ def loss_curves(report: Report) -> Any | None:
     results = [r for r in _measured(report) if r.case.steps is not None and finite(r)]
     if not results:
         return None
-    figure = _figure("Loss curves", height=520)
+    figure = new_figure("Loss curves", height=520)
     techniques = _several([r.case.technique for r in results])
     for index, result in enumerate(results):
         losses = [loss for loss in result.losses if loss is not None]
         means = [sum(losses[max(0, i - 9) : i + 1]) / min(i + 1, 10) for i in range(len(losses))]
         figure.add_trace(
             go.Scatter(
-                name=_label(case_label(result)),
+                name=label(case_label(result)),
                 x=list(range(1, len(means) + 1)),
                 y=means,
                 mode="lines",
                 line={
-                    "color": _COLORS[index % len(_COLORS)],
+                    "color": COLORS[index % len(COLORS)],
                     "dash": _DASHES[techniques[result.case.technique] % len(_DASHES)],
                 },
-                hovertemplate=f"{_label(case_label(result))}<br>step %{{x}}: %{{y:.4f}}"
+                hovertemplate=f"{label(case_label(result))}<br>step %{{x}}: %{{y:.4f}}"
                 "<extra></extra>",
             )
         )

@@ -28,6 +28,8 @@ _VOID = (
     "mark_backward",
     "expect",
     "forget_expectations",
+    "enter",
+    "forget_entries",
 )
 
 
@@ -70,6 +72,10 @@ def allocator() -> ctypes.PyDLL:
     library.xmem_jittor_note.restype = None
     library.xmem_jittor_noted.argtypes = [ctypes.POINTER(ctypes.c_double)]
     library.xmem_jittor_noted.restype = number
+    library.xmem_jittor_enter.argtypes = [number]
+    seconds = ctypes.POINTER(ctypes.c_double)
+    library.xmem_jittor_entries.argtypes = [ctypes.c_int, ctypes.c_int, many, seconds]
+    library.xmem_jittor_forget_entries.argtypes = []
     library.xmem_jittor_bytes_of.argtypes = [many, ctypes.c_int]
     library.xmem_jittor_bytes_of.restype = number
     for name in _VOID:
@@ -109,6 +115,26 @@ def graph() -> ctypes.PyDLL:
     library.xmem_jittor_seedings.argtypes = []
     library.xmem_jittor_seedings.restype = number
     return library
+
+
+@lru_cache(maxsize=1)
+def emptying() -> ctypes.PyDLL:
+    """Return the library of `emptying.cc`, its functions declared."""
+    library = _load("emptying")
+    library.xmem_jittor_views.argtypes = [
+        ctypes.c_longlong, ctypes.c_longlong, _Numbers, ctypes.c_int,
+    ]  # fmt: skip
+    for function in (library.xmem_jittor_empty, library.xmem_jittor_refill):
+        function.restype = None
+    return library
+
+
+def address_of(function: Any) -> int:
+    """Return the address of a function of a library, for operations to call it.
+
+    It goes to them through `data`, so one kernel serves all processes.
+    """
+    return int(ctypes.cast(function, ctypes.c_void_p).value or 0)
 
 
 def addresses(tensors: Iterable[Any]) -> tuple[Any, int]:

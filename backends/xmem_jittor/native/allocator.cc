@@ -119,6 +119,7 @@ struct Pool final : SFRLAllocator {
     std::vector<Record> records;  // by allocation id
     int64 now[kCategories] = {0}, at_peak[kCategories] = {0};
     int64 current = 0, peak = 0, limit = -1;
+    int64 entry_peak = 0;  // since the last entry of the log
     int64 births = 0, peak_birth = 0, reset_birth = 0, refused = 0;
 
     explicit Pool(Allocator* below) : segments(below) { setup(&segments); }
@@ -169,6 +170,7 @@ struct Pool final : SFRLAllocator {
         records[id] = Record{(int64)size, ++births, category, true};
         current += size;
         now[category] += size;
+        entry_peak = std::max(entry_peak, current);
         if (current > peak) take_picture();
     }
 
@@ -369,6 +371,40 @@ long long xmem_jittor_noted(double* seconds) {
     *seconds = notes[1].seconds - notes[0].seconds;
     return notes[1].bytes;
 }
+
+namespace {
+struct Entry {
+    int64 which, bytes, peak;
+    double seconds;
+};
+std::vector<Entry> entries;
+}  // namespace
+
+// Called by an operation while a graph runs: enters into the log what is allocated, the most since
+// the entry before, and the time.
+void xmem_jittor_enter(long long which) {
+    auto* pool = active();
+    auto now = std::chrono::steady_clock::now().time_since_epoch();
+    double seconds = std::chrono::duration<double>(now).count();
+    entries.push_back({which, pool ? pool->current : 0, pool ? pool->entry_peak : 0, seconds});
+    if (pool) pool->entry_peak = pool->current;
+}
+
+// How many entries there are; of those from `first` on at most `capacity` are written, three
+// numbers (which, bytes, peak) and the seconds of each.
+int xmem_jittor_entries(int first, int capacity, long long* numbers, double* seconds) {
+    const int count = entries.size();
+    for (int i = first; i < count && i < first + capacity; i++) {
+        auto& entry = entries[i];
+        *numbers++ = entry.which;
+        *numbers++ = entry.bytes;
+        *numbers++ = entry.peak;
+        *seconds++ = entry.seconds;
+    }
+    return count;
+}
+
+void xmem_jittor_forget_entries() { entries.clear(); }
 
 // Bytes of the distinct allocations behind Vars.
 long long xmem_jittor_bytes_of(const long long* vars, int count) {

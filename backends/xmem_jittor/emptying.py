@@ -1,0 +1,67 @@
+"""A tensor's memory, dropped under a graph that reads it again, and given back before it does.
+
+See `native/emptying.cc`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import jittor as jt
+
+from xmem_jittor import native
+from xmem_jittor.ordering import anchor, calling
+
+_EMPTY = '((void (*)(void*))(size_t)data["empty"])(in1);'
+_REFILL = '((void (*)(void*, void*))(size_t)data["refill"])(in1, in2);'
+
+
+@dataclass(frozen=True, eq=False)
+class Emptied:
+    """A tensor without memory.
+
+    Attributes:
+        views: it and the tensors that shared its memory.
+        done: there when it has lost it.
+    """
+
+    views: list[Any]
+    done: Any
+
+
+def empty(var: Any, end: Any) -> Emptied:
+    """Let a tensor and its views lose their memory when the graph gets here.
+
+    Args:
+        var: where a graph that is kept begins.
+        end: where it ends; it and what is made of it keep their memory, also if they are views.
+    """
+    views = _views(var, end)
+    done = anchor()
+    for view in views:
+        done = calling(done, _EMPTY, {"empty": _address("empty")}, view)
+    return Emptied(views, done)
+
+
+def refill(emptied: Emptied, source: Any) -> Any:
+    """Let the emptied share another one's memory; returns what its readers wait for."""
+    done = emptied.done
+    for view in emptied.views:
+        done = calling(done, _REFILL, {"refill": _address("refill")}, view, source)
+    return done
+
+
+def _address(name: str) -> int:
+    return native.address_of(getattr(native.emptying(), f"xmem_jittor_{name}"))
+
+
+def _views(var: Any, end: Any) -> list[Any]:
+    capacity = 64
+    while True:
+        found = (ctypes.c_longlong * capacity)()
+        count = native.emptying().xmem_jittor_views(var.var_ptr, end.var_ptr, found, capacity)
+        if count <= capacity:
+            return [jt.wrap_var_addr(address) for address in found[:count]]
+        capacity = count

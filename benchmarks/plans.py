@@ -1,0 +1,162 @@
+"""Plans in reality: what is predicted, and what real steps come to, on both frameworks.
+
+    python benchmarks/plans.py [folder for plans.json and plans.md] [backend ...]
+
+Five workloads (the quick sizes of `xmem compare`), each at four budgets between the least that has
+a plan and what keeps everything, and GPT of 24 blocks at 8 %. In every cell: the peak predicted and
+measured (exact bytes), the calls of each stage's forward (`xmem.plan` refuses a step that makes
+others), gradients against the plain step's, and time against plain steps that take turns with
+planned ones, by medians. One process for each backend and workload, two threads.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+from processes import run_part
+
+FRACTIONS = (0.1, 0.3, 0.5, 0.7)
+WORKLOADS = ("mlp", "resnet18", "bert", "gpt2", "unet3d")
+GPT26 = "gpt26"
+BACKENDS = ("torch", "jittor")
+
+
+def difference(planned, plain):
+    """Return the largest difference of a gradient, relative to its largest value."""
+    return max(
+        float(np.abs(planned[name] - plain[name]).max() / (np.abs(plain[name]).max() + 1e-30))
+        for name in plain
+    )
+
+
+def declared(name):
+    """Return a workload."""
+    from dataclasses import replace
+
+    from xmem.workloads import models, workload
+
+    if name != GPT26:
+        return workload(name, "quick")
+    model = models.gpt2(layers=24, width=128, heads=4, vocabulary=1000, positions=128)
+    gpt = workload("gpt2", "quick")
+    shape = (8, 128)
+    return replace(
+        gpt, name=GPT26, model=model, input_shape=shape, target_shape=shape, classes=1000
+    )
+
+
+def measure(backend_name, name):
+    """Return the rows of a workload."""
+    import xmem
+    from xmem.planner import least_budget_bytes
+    from xmem.planner.solver import store_all_peak_bytes
+    from xmem.workloads import make_batch, make_weights
+
+    backend = xmem.use(backend_name)
+    chosen = declared(name)
+    models = backend.models
+    model = models.build(chosen.model, make_weights(chosen))
+    batch = tuple(models.tensor(array) for array in make_batch(chosen, 0))
+
+    def loss_fn(model, batch):
+        return models.loss(chosen.loss, model(batch[0]), batch[1])
+
+    plain = backend.plans.step(model, batch, loss_fn, gradients=True)
+    profile = xmem.profile(model, batch, loss_fn, name=name)
+    whole = store_all_peak_bytes(profile)
+    least = max(least_budget_bytes(profile), profile.around_bytes)
+    if name == GPT26:
+        budgets = [int(0.08 * whole)]
+    else:
+        budgets = [int(least + f * (whole - least)) for f in FRACTIONS]
+    rows = []
+    for budget in budgets:
+        plan = xmem.plan(profile, budget=budget, compare=True)
+        found = plan.verified
+        receipt = plan.apply(model)
+        planned = backend.plans.step(model, batch, loss_fn, gradients=True)
+        receipt.undo()
+        rows.append(
+            {
+                "backend": backend_name,
+                "workload": name,
+                "stages": len(profile.stages),
+                "skips": len(profile.skips),
+                "traced": profile.traced,
+                "budget_bytes": budget,
+                "share": budget / whole,
+                "store_all_peak_bytes": whole,
+                "predicted_peak_bytes": found.predicted_peak_bytes,
+                "measured_peak_bytes": found.measured_peak_bytes,
+                "rounds": found.rounds,
+                "forward_calls": sum(1 for op in plan.ops if op.code in "NG"),
+                "gradient_difference": difference(planned.gradients, plain.gradients),
+                "loss_difference": abs(planned.loss - plain.loss),
+                "predicted_overhead": plan.overhead,
+                "measured_overhead": found.measured_overhead,
+                "bound_overhead": plan.bound_seconds / plan.store_all_seconds - 1,
+                "plain_step_seconds": found.plain_step_seconds,
+            }
+        )
+    return rows
+
+
+def table(rows):
+    """Return the rows as Markdown."""
+    mib = 2**20
+    lines = [
+        "| backend | workload | stages | budget | predicted | measured | error | overhead predicted"
+        " | measured | bound | gradients differ by |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for r in rows:
+        error = r["measured_peak_bytes"] / r["predicted_peak_bytes"] - 1
+        lines.append(
+            f"| {r['backend']} | {r['workload']} | {r['stages']} |"
+            f" {r['budget_bytes'] / mib:.2f} MiB ({r['share']:.0%}) |"
+            f" {r['predicted_peak_bytes'] / mib:.3f} | {r['measured_peak_bytes'] / mib:.3f} |"
+            f" {error:+.3%} | {r['predicted_overhead']:.1%} | {r['measured_overhead']:.1%} |"
+            f" {r['bound_overhead']:.1%} | {r['gradient_difference']:.1e} |"
+        )
+    return lines
+
+
+def summary(rows):
+    """Return what the issue of trust is: medians and worst cases, for each backend."""
+    lines = []
+    for backend in dict.fromkeys(r["backend"] for r in rows):
+        mine = [r for r in rows if r["backend"] == backend]
+        errors = [abs(r["measured_peak_bytes"] / r["predicted_peak_bytes"] - 1) for r in mine]
+        over = sum(r["measured_peak_bytes"] > r["budget_bytes"] for r in mine)
+        times = [abs(r["measured_overhead"] - r["predicted_overhead"]) for r in mine]
+        lines.append(
+            f"{backend}: {len(mine)} cells. Predicted and measured peak differ by"
+            f" {np.median(errors):.4%} in the median, {max(errors):.4%} at most; {over} are over"
+            f" budget. Gradients differ by {max(r['gradient_difference'] for r in mine):.1e} at"
+            f" most. Predicted and measured overhead differ by {100 * np.median(times):.1f} points"
+            f" in the median, {100 * max(times):.1f} at most. At most"
+            f" {max(r['rounds'] for r in mine)} round(s)."
+        )
+    return lines
+
+
+def main(folder, backends):
+    rows = []
+    for backend in backends:
+        for workload in (*WORKLOADS, GPT26):
+            found = run_part(__file__, backend, workload)
+            rows += found
+            print("\n".join(table(found)[2:]), flush=True)
+    lines = summary(rows)
+    print("\n".join(["", *lines]))
+    if folder is not None:
+        (folder / "plans.json").write_text(json.dumps(rows, indent=1) + "\n")
+        (folder / "plans.md").write_text("\n".join([*table(rows), "", *lines]) + "\n")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--run"]:
+        print(json.dumps(measure(*sys.argv[2:])))
+    else:
+        main(Path(sys.argv[1]) if len(sys.argv) > 1 else None, sys.argv[2:] or BACKENDS)

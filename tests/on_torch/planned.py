@@ -1,0 +1,198 @@
+"""Stages of many kinds, a driver that plays schedules on them, and random schedules."""
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from xmem.planner import Op, parse_ops
+from xmem.playing import script
+from xmem.records import Recompute
+
+WIDTH = 16
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        h = functional.gelu(self.up(self.norm(x)))
+        return x + functional.dropout(self.down(h), 0.2, self.training)
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.heads = nn.MultiheadAttention(WIDTH, 2, dropout=0.1, batch_first=True)
+
+    def forward(self, x):
+        h = self.norm(x)
+        return x + self.heads(h, h, h, need_weights=False)[0]
+
+
+class Convolution(nn.Module):
+    """Works in place, on what it has made itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x):
+        h = self.norm(self.conv(x.transpose(1, 2)))
+        return functional.relu_(h).transpose(1, 2)
+
+
+class Line(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1))
+
+
+class Folded(nn.Module):
+    """Its output is a view of its input."""
+
+    def forward(self, x):
+        return x.flip(1) if x.dim() == 2 else x.view(x.shape)
+
+
+class Same(nn.Module):
+    def forward(self, x):
+        return x
+
+
+KINDS = (Mlp, Attention, Convolution, Line, Folded, nn.GELU, Same)
+
+
+def make_stages(random, count):
+    torch.manual_seed(random.randrange(1000))
+    made = [random.choice(KINDS)() for _ in range(count)]
+    return [random.choice([Mlp, Line, Attention])(), *made[1:]]
+
+
+class Chained(nn.Module):
+    """A model whose stages are played, or plainly called where there are no operations.
+
+    Args:
+        plans: the backend's.
+        stages: the stages.
+        ops: the schedule.
+    """
+
+    def __init__(self, plans, stages, ops=None, how=Recompute(), *, traced=False):  # noqa: B008
+        super().__init__()
+        self.stages = nn.ModuleList(stages)
+        self.plans, self.how, self.traced = plans, how, traced
+        self.script = None
+        if ops is not None:
+            self.script = script(parse_ops(ops) if isinstance(ops, str) else ops, len(stages))
+        self.run = None
+
+    def forward(self, x):
+        if self.script is None or not self.plans.recording():
+            for stage in self.stages:
+                x = stage(x)
+            return x
+        names = [f"stages.{i}" for i in range(len(self.stages))]
+        self.run = self.plans.open(self.script, names, self.how, traced=self.traced)
+        for i, stage in enumerate(self.stages):
+            x = self.run.first(i, stage, (x,), {})
+        return x
+
+
+def mean_square(model, batch):
+    return model(batch).square().mean()
+
+
+def result(model, loss_fn, batch, seed=5):
+    """Return the loss, the gradients and the buffers after one step, and put buffers back."""
+    before = [b.clone() for b in model.buffers()]
+    model.zero_grad()
+    torch.manual_seed(seed)
+    loss = loss_fn(model, batch)
+    loss.backward()
+    found = [loss.detach()]
+    found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    found += [b.clone() for b in model.buffers()]
+    found.append(torch.rand(3))
+    for buffer, was in zip(model.buffers(), before, strict=True):
+        buffer.copy_(was)
+    return found
+
+
+def equal(a, b):
+    return len(a) == len(b) and all(map(torch.equal, a, b))
+
+
+def counts(ops, stages):
+    return [sum(op.code in ("N", "G") and op.index == i for op in ops) for i in range(stages)]
+
+
+def every(stages):
+    """Return the schedule that keeps values only, and drops each when it is used up."""
+    ops = [*(Op("N", i) for i in range(stages)), Op("L")]
+    for i in reversed(range(stages)):
+        if i == stages - 1:
+            ops.append(Op("Da", i + 1))
+        ops += [Op("G", i), Op("B", i)]
+        ops += [Op("Da", i)] if i else []
+    return ops
+
+
+class Drawn:
+    """A random valid schedule: forwards, drops and recomputation as chance will have it."""
+
+    def __init__(self, random, stages):
+        self.random, self.stages = random, stages
+        self.values, self.kept, self.ops = {0}, set(), []
+        for i in range(stages):
+            self.forward(i)
+            self.clutter(i + 1)
+        self.ops.append(Op("L"))
+        for i in reversed(range(stages)):
+            self.clutter(i)
+            self.reach(i)
+            if i not in self.kept:
+                self.do("G", i)
+            self.do("B", i)
+
+    def there(self, j):
+        return j in self.values or j - 1 in self.kept
+
+    def do(self, code, i):
+        self.ops.append(Op(code, i))
+        if code == "N":
+            self.values.add(i + 1)
+        elif code == "G":
+            self.kept.add(i)
+        elif code in ("B", "Ds"):
+            self.kept.discard(i)
+        else:
+            self.values.discard(i)
+
+    def forward(self, i):
+        can = [c for c in "NG" if not (i in self.kept if c == "G" else i + 1 in self.values)]
+        self.do(self.random.choice(can), i)
+
+    def reach(self, j):
+        start = max(k for k in range(j + 1) if self.there(k))
+        start = self.random.choice([k for k in range(start + 1) if self.there(k)])
+        for i in range(start, j):
+            if not self.there(i + 1):
+                self.forward(i)
+
+    def clutter(self, needed):
+        """Drop some of what is not needed at once, and run something again."""
+        for j in sorted(self.values - {0}):
+            if self.random.random() < 0.5 and (j != needed or j - 1 in self.kept):
+                self.do("Da", j)
+        for i in sorted(self.kept):
+            gone = i + 1 == needed and needed not in self.values
+            if self.random.random() < 0.2 and not gone:
+                self.do("Ds", i)
+        again = self.random.randrange(needed + 1)
+        free = again < needed and (again not in self.kept or again + 1 not in self.values)
+        if self.random.random() < 0.2 and free and self.there(again):
+            self.forward(again)

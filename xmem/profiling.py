@@ -1,0 +1,276 @@
+"""Profiling a model: its stages become a chain of measured seconds and exact bytes.
+
+Everything is read off real steps in which every stage is recomputed just before its backward, so no
+more is held than the stages' inputs and one stage's inside, and every gradient is made by the
+framework's own backward. What follows the stages, the loss included, becomes a last stage that runs
+once; what comes before them is held all step, as the batch is.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from xmem.errors import UsageError
+from xmem.planned import conduct, install
+from xmem.planner.chain import LOSS_STAGE, OPTION_NAMES, Chain, Option, Skip, Stage
+from xmem.planner.plan import Plan
+from xmem.planner.schedule import Op
+from xmem.records import HEAD, REST, TAIL, Mark, Step
+from xmem.staging import Stages, find_stages, named_stages
+
+if TYPE_CHECKING:
+    from xmem.backend import Backend
+
+LossFunction = Callable[[Any, Any], Any]
+
+
+@dataclass(frozen=True)
+class Profile(Chain):
+    """A chain that was measured on a model, and can be planned and run.
+
+    Attributes:
+        backend: the name of the backend that measured it.
+        traced: the stages are those of a traced forward, not modules.
+        batch_bytes: of the batch, which is part of a_0.
+        around_bytes: the most held outside of the stages, in what comes before them: no plan
+            changes it.
+        step_seconds: of the step that was traced, every stage recomputed.
+        source: how to run the model again; None where the profile was read from a file.
+    """
+
+    backend: str = ""
+    traced: bool = False
+    batch_bytes: int = 0
+    around_bytes: int = 0
+    step_seconds: float = 0.0
+    source: Source | None = field(default=None, repr=False, compare=False)
+
+
+@dataclass(frozen=True)
+class Source:
+    """How to run a step of the model that was profiled.
+
+    Attributes:
+        model: the model, which is held as long as the profile is.
+        batch: what `loss_fn` takes.
+        loss_fn: returns the loss, a scalar.
+        stages: of the model.
+        plans: those that have been verified with it.
+    """
+
+    model: Any
+    batch: Any
+    loss_fn: LossFunction
+    stages: Stages
+    plans: list[Plan] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Played:
+    """A traced step.
+
+    Attributes:
+        step: the step.
+        ops: the script's operations, which the marks' numbers are of.
+        marks: of the run, `REST` last; the rest is empty if it was not traced.
+        forwards: how often each stage was run forward.
+        value_bytes: of what each stage read first, and of what the last one returned.
+        reads: (j, i) where stage i read the output of stage j-1 although it does not follow it.
+    """
+
+    step: Step
+    ops: tuple[Op, ...] = ()
+    marks: Sequence[Mark] = ()
+    forwards: Sequence[int] = ()
+    value_bytes: Sequence[int] = ()
+    reads: Sequence[tuple[int, int]] = ()
+
+    @property
+    def before_bytes(self) -> int:
+        """What was allocated when the step began."""
+        return self.marks[0].before_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was allocated, beyond what was before and gradients of parameters."""
+        return max(m.peak_bytes - m.gradient_bytes for m in self.marks) - self.before_bytes
+
+
+def profile(
+    backend: Backend,
+    model: Any,
+    batch: Any,
+    loss_fn: LossFunction,
+    *,
+    stages: str | Sequence[str] = "auto",
+    repeats: int = 3,
+    name: str = "",
+) -> Profile:
+    """Measure a model as a chain; see `xmem.profile`."""
+    if not backend.checkpoint.is_module(model):
+        raise UsageError(f"{model!r} is no module of the active backend; pass its own modules")
+    if not callable(loss_fn):
+        raise UsageError(f"loss_fn={loss_fn!r} is no function; give loss_fn(model, batch) -> loss")
+    if not isinstance(repeats, int) or repeats < 1:
+        raise UsageError(f"repeats={repeats!r}; give a whole number, 1 or more")
+    found = _stages(backend, model, batch, loss_fn, stages)
+    source = Source(model, batch, loss_fn, found)
+    ops = every(len(found.names))
+    play(backend, source, ops)  # warms up: kernels compiled, statistics of buffers known
+    played = [play(backend, source, ops) for _ in range(repeats)]
+    batch_bytes = backend.plans.bytes_of(backend.plans.tensors(batch))
+    return _profile(backend, source, played, batch_bytes, name or type(model).__name__)
+
+
+def _stages(
+    backend: Backend, model: Any, batch: Any, loss_fn: LossFunction, stages: str | Sequence[str]
+) -> Stages:
+    if not isinstance(stages, str):
+        return named_stages(backend, model, list(stages), traced=False)
+    return find_stages(
+        backend, model, lambda: backend.plans.forward_aside(model, batch, loss_fn), stages
+    )
+
+
+def every(stages: int) -> list[Op]:
+    """Return the schedule in which each of some stages is recomputed just before its backward."""
+    ops = [Op("N", i) for i in range(stages)] + [Op("G", stages), Op("L"), Op("B", stages)]
+    for i in reversed(range(stages)):
+        # Its output goes when it has been read; sooner would hide what the loss leaves.
+        ops += [Op("G", i), Op("B", i), Op("Da", i + 1)]
+    return ops
+
+
+def play(backend: Backend, source: Source, ops: Sequence[Op], *, traced: bool = True) -> Played:
+    """Run a step under a schedule; leaves the model as it was.
+
+    Raises:
+        UsageError: the model's stages are not called.
+    """
+    conductor = conduct(backend, source.stages, ops, traced=traced)
+    undo = install(backend, source.stages, conductor)
+    try:
+        step = backend.plans.step(source.model, source.batch, source.loss_fn)
+        run = conductor.latest
+        if not traced:
+            return Played(step)
+        if run is None or len(run.value_bytes) <= len(source.stages.names):
+            raise UsageError(
+                "the stages of the model were not all called in the step; does loss_fn call the"
+                " model, once, with gradients?"
+            )
+        marks = run.marks()
+    finally:
+        undo()
+        conductor.latest = None
+    ops = conductor.script.ops
+    return Played(step, ops, marks, run.forwards, run.value_bytes, run.reads)
+
+
+def _profile(
+    backend: Backend, source: Source, played: Sequence[Played], batch_bytes: int, name: str
+) -> Profile:
+    """Make the chain of what was measured.
+
+    What disturbs a time makes it longer, so the least of several is taken.
+    """
+    first = played[0]
+    ops = every(len(source.stages.names))
+    marks = {m.op: m for m in first.marks}
+    times = {op: min(m.seconds for p in played for m in p.marks if m.op == op) for op in marks}
+    by_stage: dict[int, dict[str, int]] = {}
+    for number, op in enumerate(ops):
+        if op.code in ("N", "G", "B"):
+            by_stage.setdefault(op.index, {})[op.code] = number
+    numbers = _script_numbers(ops, len(source.stages.names))
+    measured = [
+        _stage(
+            stage_name,
+            {code: marks[numbers[at]] for code, at in by_stage[i].items()},
+            {code: times[numbers[at]] for code, at in by_stage[i].items()},
+            first.value_bytes[i + 1],
+        )
+        for i, stage_name in enumerate(source.stages.names)
+    ]
+    order = [m.op for m in first.marks]
+    tail, after = (first.marks[order.index(TAIL) + more] for more in (0, 1))
+    # What the last stage leaves beside its gradients, the loss itself and outputs that are held.
+    stays = tail.after_bytes - tail.before_bytes - after.gradient_bytes - first.value_bytes[-1]
+    above = max(tail.peak_bytes - tail.before_bytes - max(stays, 0), 0)
+    loss = Option(OPTION_NAMES[0], times[TAIL], 0.0, 0, above, above)
+    head = first.marks[0]
+    held = head.after_bytes - head.before_bytes + max(stays, 0)
+    around = max(m.peak_bytes - m.gradient_bytes for m in first.marks if m.op in (HEAD, REST))
+    return Profile(
+        name=name,
+        stages=(*_alike(measured), Stage(LOSS_STAGE, times[TAIL], above, (loss,))),
+        value_bytes=(batch_bytes + max(held, 0), *first.value_bytes[1:], 0),
+        skips=tuple(Skip(j - 1, i, first.value_bytes[j]) for j, i in first.reads),
+        backend=backend.name,
+        traced=source.stages.traced is not None,
+        batch_bytes=batch_bytes,
+        around_bytes=max(around - first.before_bytes, 0) + batch_bytes,
+        step_seconds=min(p.step.seconds for p in played),
+        source=source,
+    )
+
+
+def _script_numbers(ops: Sequence[Op], stages: int) -> dict[int, int]:
+    """Return the numbers that operations have in the script, which leaves the loss's own out."""
+    kept = [
+        n for n, op in enumerate(ops) if op.code == "L" or op.index < stages + (op.code == "Da")
+    ]
+    return {number: place for place, number in enumerate(kept)}
+
+
+def _stage(
+    name: str, marks: Mapping[str, Mark], seconds: Mapping[str, float], made_bytes: int
+) -> Stage:
+    forward, kept, backward = marks["N"], marks["G"], marks["B"]
+    option = Option(
+        name=OPTION_NAMES[0],
+        forward_seconds=seconds["G"],
+        backward_seconds=seconds["B"],
+        kept_bytes=max(kept.after_bytes - kept.before_bytes, 0),
+        forward_extra_bytes=max(kept.peak_bytes - kept.after_bytes, 0),
+        backward_extra_bytes=max(backward.peak_bytes - backward.before_bytes, 0),
+    )
+    temporary = max(forward.peak_bytes - forward.before_bytes - made_bytes, 0)
+    return Stage(name, seconds["N"], temporary, (option,))
+
+
+def _alike(stages: Sequence[Stage]) -> list[Stage]:
+    """Give stages of the same bytes the median of their times: they are one kind."""
+    kinds: dict[Any, list[Stage]] = {}
+    for stage in stages:
+        kinds.setdefault(_bytes_of(stage), []).append(stage)
+    return [_mean(stage, kinds[_bytes_of(stage)]) for stage in stages]
+
+
+def _bytes_of(stage: Stage) -> tuple[int, ...]:
+    [option] = stage.options
+    return (
+        stage.temporary_bytes,
+        option.kept_bytes,
+        option.forward_extra_bytes,
+        option.backward_extra_bytes,
+    )
+
+
+def _mean(stage: Stage, kind: Sequence[Stage]) -> Stage:
+    [option] = stage.options
+    forward = statistics.median(s.options[0].forward_seconds for s in kind)
+    backward = statistics.median(s.options[0].backward_seconds for s in kind)
+    made = Option(
+        option.name,
+        forward,
+        backward,
+        option.kept_bytes,
+        option.forward_extra_bytes,
+        option.backward_extra_bytes,
+    )
+    alone = statistics.median(s.forward_seconds for s in kind)
+    return Stage(stage.name, alone, stage.temporary_bytes, (made,))
