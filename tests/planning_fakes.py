@@ -75,6 +75,8 @@ class Run:
         return output
 
     def marks(self):
+        if len(self.script) > len(self.plans.chain.stages) - 1:
+            return []
         chain, n = self.plans.chain, len(self.script)
         world = World(chain)
         batch = chain.value_bytes[0]
@@ -153,7 +155,7 @@ def fake(monkeypatch, chain):
 
 def unequal(rand, n):
     """Return a chain of n stages, all of different bytes, and the loss."""
-    sizes = [rand.randint(50, 500) for _ in range(n + 1)]
+    sizes = sorted((rand.randint(50, 500) for _ in range(n + 1)), reverse=True)
     stages = []
     for i in range(n):
         kept = sizes[i + 1] + rand.randint(100, 2000)

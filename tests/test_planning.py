@@ -65,6 +65,19 @@ def test_stages_of_the_same_bytes_share_their_times(monkeypatch):
     assert found.stages[1].forward_seconds == found.stages[2].forward_seconds
 
 
+def test_a_last_stage_that_returns_more_than_it_reads_goes_with_the_loss(monkeypatch):
+    chain = unequal(random.Random(0), 4)
+    backend = fake(monkeypatch, chain)
+    model, batch = chain_model(chain)
+    model.parts.append(Module(10 * chain.value_bytes[-2]))
+    found = xmem.profile(model, batch, loss_fn)
+    assert [s.name for s in found.stages] == ["0", "1", "2", "3", "(loss)"]
+    backend.plans.called.clear()
+    solve(found, store_all_peak_bytes(found)).apply(model)
+    model(batch)
+    assert backend.plans.called == [0, 1, 2, 3]
+
+
 def test_a_plan_is_verified_and_leaves_the_model_alone(made):
     _, model, batch, chain = made
     profile = xmem.profile(model, batch, loss_fn)

@@ -238,6 +238,8 @@ class _Calls:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:
+        if stage >= len(self.conductor.names):  # runs once, with the loss
+            return function(*args, **kwargs)
         return self.conductor.call((stage,), function, args, kwargs)
 
 

@@ -32,12 +32,16 @@ class Stages:
     Attributes:
         names: paths of modules, or what tracing calls them.
         modules: a module for each stage, with its path; none if they were traced.
-        traced: what tracing found.
+        traced: what tracing found; stages of it beyond `names` run by themselves, once.
     """
 
     names: tuple[str, ...]
     modules: tuple[Named, ...] = ()
     traced: TracedStages | None = None
+
+    def without_last(self) -> Stages:
+        """Return all but the last, which then belongs to what follows."""
+        return Stages(self.names[:-1], self.modules[:-1], self.traced)
 
     def places(self) -> list[tuple[Any, tuple[int, ...]]]:
         """Return each module once, with the numbers of the stages that it is."""
@@ -57,13 +61,13 @@ def named_stages(backend: Backend, model: Any, names: Sequence[str], *, traced: 
         raise UsageError("the plan names no stages, so it is of no model; make it by xmem.plan")
     if traced:
         found = backend.plans.traced(model)
-        if found is None or found.names != tuple(names):
+        if found is None or found.names[: len(names)] != tuple(names):
             has = "cannot be traced" if found is None else f"has {len(found.names)} others"
             raise UsageError(
                 f"the plan is of a traced forward with {len(names)} stages, and"
                 f" {type(model).__name__} {has}; plan this model anew"
             )
-        return Stages(found.names, traced=found)
+        return Stages(tuple(names), traced=found)
     paths = dict(modules_of(backend.checkpoint, model))
     for name in names:
         if name not in paths:
@@ -90,12 +94,13 @@ def find_stages(backend: Backend, model: Any, step: Callable[[], Any], how: str)
         raise UsageError(
             f"the forward of {type(model).__name__} cannot be traced; use stages='modules'"
         )
-    if found is not None and (how == "traced" or len(found.names) > 1):
+    if found is not None and len(found.names) > 1:
         return Stages(found.names, traced=found)
     run = _best_run(backend, model, step)
     if len(run) < 2:
+        kind = type(model).__name__
         raise UsageError(
-            f"no two modules of {type(model).__name__} are called one after another, each with what"
+            f"no two modules of {kind} are called one after another, each with what"
             " the one before returns; put its blocks in a Sequential or a list, or name them:"
             " stages=[...]"
         )

@@ -24,6 +24,7 @@ class Inputs:
     Attributes:
         tensors: the distinct tensors among them, until `forget`.
         reads: the numbers of the values that they are parts of, as far as they are not held.
+        leaves: which tensors of those values, by (number, leaf).
     """
 
     def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -37,6 +38,7 @@ class Inputs:
         self._versions = [version(tensor) for tensor in self.tensors]
         self._sources: list[Part | Extra | None] | None = []
         self.reads: tuple[int, ...] = ()
+        self.leaves: frozenset[tuple[int, int]] = frozenset()
 
     def find(self, places: Places, numbers: Collection[int], *, hold: bool) -> None:
         """Note which of the tensors are parts of values, and hold the others by themselves.
@@ -53,7 +55,8 @@ class Inputs:
             part or (Extra(tensor) if hold else None)
             for part, tensor in zip(parts, self.tensors, strict=True)
         ]
-        self.reads = tuple(sorted({part.number for part in parts if part is not None}))
+        self.leaves = frozenset((part.number, part.leaf) for part in parts if part is not None)
+        self.reads = tuple(sorted({number for number, _ in self.leaves}))
 
     def changed(self) -> str:
         """Name a tensor that has been changed in place since; "" for none."""

@@ -85,20 +85,15 @@ class PlanRun:
         if stage == 0:
             self._begin(inputs.tensors)
         self._note_reads(stage, inputs.tensors)
-        numbers = self._script.there[stage] | {stage}
-        inputs.find(self._places, numbers, hold=stage in self._rerun)
+        places, numbers = self._places, self._script.there[stage] | {stage}
+        inputs.find(places, numbers, hold=stage in self._rerun)
         how = replace(self._how, name=self._names[stage])
         call = StageCall(stage, function, inputs, how)
         self._calls.append(call)
         number, *following = self._script.sweep[stage]
         keep = self._script.ops[number].code == "G"
         output = call.first_pass(
-            args,
-            kwargs,
-            self._places,
-            keep=keep,
-            recall=self._recall,
-            around=self._marked(number),
+            args, kwargs, places, keep=keep, recall=self._recall, around=self._marked(number)
         )
         self.forwards[stage] += 1
         self._take_over(stage, leaves(output, torch.Tensor), keep=keep)
@@ -123,12 +118,9 @@ class PlanRun:
                 tensors[0].grad_fn.register_prehook(lambda _: self._chain_ended())
 
     def _note_reads(self, stage: int, tensors: Sequence[torch.Tensor]) -> None:
-        values = range(1, stage + 1)
-        for tensor in tensors:
-            part = self._places.unchanged(tensor, values)
-            if part is not None and part.number != stage:
-                read = part.number, stage
-                self.reads += [read] if read not in self.reads else []
+        parts = [self._places.unchanged(tensor, range(1, stage + 1)) for tensor in tensors]
+        numbers = dict.fromkeys(part.number for part in parts if part is not None)
+        self.reads += [(j, stage) for j in numbers if j != stage]
 
     def _take_over(self, stage: int, tensors: list[torch.Tensor], *, keep: bool) -> None:
         """Hold a stage's output as the plan says, and learn of its gradient."""

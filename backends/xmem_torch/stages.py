@@ -3,13 +3,13 @@
 A stage runs under saved-tensor hooks (`torch.autograd.graph.saved_tensors_hooks`, PyTorch 2.13), so
 that its part of the graph holds numbers in the place of tensors. What they stand for is kept here
 or not, as the plan says, and made again by a second pass, which saves the same tensors in the same
-order on a graph that is then dropped. A saved tensor that is a value that the stage reads, or a view
-of it, is read from whatever copy of that value there is in backward.
+order on a graph that is then dropped. A saved tensor that is a value which the stage reads, or a
+view of one, is read from whatever copy of that value there is in backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
@@ -89,16 +89,14 @@ class StageCall:
         self._autocast = _autocast()
         number, facts = self._number, self._facts
         self.kept = [] if keep else None
-        now, reads = (
-            [self.kept],
-            self.reads,
-        )  # nodes hold the hook, which must not hold what is kept
+        read = self._inputs.leaves
+        now = [self.kept]  # nodes hold the hook, which must not hold what is kept
 
         def save(tensor: torch.Tensor) -> tuple[int, int]:
             [kept] = now
             facts.append(self._fact(tensor))
             if kept is not None:
-                kept.append(_kept_form(tensor, places, reads))
+                kept.append(_kept_form(tensor, places, read))
             return number, len(facts) - 1
 
         counted = keep or current() is None
@@ -140,7 +138,7 @@ class StageCall:
             RecomputeMismatchError: it does not do what it did before.
         """
         args, kwargs = self._inputs.again(values, self.name)
-        places = Places()
+        places, read = Places(), self._inputs.leaves
         for number in self.reads if keep else ():
             places.add(number, values[number].tensors)
         kept: list[Any] = []
@@ -151,7 +149,7 @@ class StageCall:
             self._compare(count, tensor)
             count += 1
             if keep:
-                kept.append(_kept_form(tensor, places, self.reads))
+                kept.append(_kept_form(tensor, places, read))
 
         def recall(_: object) -> torch.Tensor:
             raise differentiated_inside(self.name)
@@ -253,10 +251,10 @@ def differentiated_inside(name: str) -> CompositionError:
 
 
 def _kept_form(
-    tensor: torch.Tensor, places: Places, reads: tuple[int, ...]
+    tensor: torch.Tensor, places: Places, read: Collection[tuple[int, int]]
 ) -> Part | tuple[torch.Tensor, int]:
     """Return a saved tensor as it is kept: as a part of a value that is read, or by itself."""
-    part = places.part(tensor, reads)
+    part = places.part(tensor, read)
     if part is not None:
         return part
     alias = tensor.detach()  # a node that holds its own output is a cycle that is never freed

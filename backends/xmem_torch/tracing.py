@@ -10,6 +10,7 @@ be added up in another order.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -76,31 +77,11 @@ class TracedStages:
     def __reduce__(self) -> Any:
         return TracedStages, (self.module, self.names)
 
-    def forward(self, call: Call) -> Callable[..., Any]:
+    def forward(self, call: Call) -> Forward:
         """Return the forward; each intermediate value is let go of before its last reader runs."""
-        signature = signature_of(self.module)
+        return Forward(self, call)
 
-        def run(*args: Any, **kwargs: Any) -> Any:
-            given = signature.bind(*args, **kwargs).arguments
-            constants, inputs, extra = {}, {}, {}
-            for parameter in signature.parameters.values():
-                name = parameter.name
-                if parameter.kind is parameter.VAR_KEYWORD:
-                    extra = given.get(name, {})
-                elif name not in given:
-                    constants[name] = parameter.default
-                elif given[name] is None or isinstance(given[name], (bool, str)):
-                    constants[name] = given[name]
-                else:
-                    inputs[name] = given[name]
-            inputs.update(extra)
-            del args, kwargs, given
-            return self._variant(constants, tuple(sorted(extra))).run(inputs, call)
-
-        run.__signature__ = signature  # type: ignore[attr-defined]
-        return run
-
-    def _variant(self, constants: Mapping[str, Any], extra: tuple[str, ...]) -> _Variant:
+    def variant(self, constants: Mapping[str, Any], extra: tuple[str, ...]) -> _Variant:
         """Return the graph for some arguments and the present training mode.
 
         Raises:
@@ -133,6 +114,42 @@ class TracedStages:
         if len(self._variants) >= _VARIANTS:
             self._variants.clear()
         self._variants[variant.key] = variant
+
+
+class Forward:
+    """A forward in stages, in place of the model's own; copied and pickled with it.
+
+    Args:
+        stages: of the model.
+        call: runs one.
+    """
+
+    def __init__(self, stages: TracedStages, call: Call) -> None:
+        self._stages = stages
+        self._call = call
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return signature_of(self._stages.module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the stages."""
+        signature = self.__signature__
+        given = signature.bind(*args, **kwargs).arguments
+        constants, inputs, extra = {}, {}, {}
+        for parameter in signature.parameters.values():
+            name = parameter.name
+            if parameter.kind is parameter.VAR_KEYWORD:
+                extra = given.get(name, {})
+            elif name not in given:
+                constants[name] = parameter.default
+            elif given[name] is None or isinstance(given[name], (bool, str)):
+                constants[name] = given[name]
+            else:
+                inputs[name] = given[name]
+        inputs.update(extra)
+        del args, kwargs, given
+        return self._stages.variant(constants, tuple(sorted(extra))).run(inputs, self._call)
 
 
 def _key(constants: Mapping[str, Any], extra: tuple[str, ...]) -> Any:

@@ -7,7 +7,7 @@ the run does not hold, too.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -78,22 +78,34 @@ class Places:
                 whole = _Whole(number, leaf, tensor)
                 self._wholes.setdefault(whole.storage.cdata, []).append(whole)
 
-    def part(self, tensor: torch.Tensor, numbers: Collection[int]) -> Part | None:
-        """Return which part of one of some values a tensor is, or None where it is none."""
-        return next((p for w in self._around(tensor, numbers) if (p := w.part(tensor))), None)
+    def part(self, tensor: torch.Tensor, leaves: Collection[tuple[int, int]]) -> Part | None:
+        """Return which part a tensor is of one of some values' tensors; None where of none.
+
+        Args:
+            tensor: the tensor.
+            leaves: numbers of values, and which of their tensors.
+        """
+        for whole in self._around(tensor) if leaves else ():
+            if whole.key in leaves and (part := whole.part(tensor)):
+                return part
+        return None
 
     def unchanged(self, tensor: torch.Tensor, numbers: Collection[int]) -> Part | None:
-        """Return the same of a tensor that must not have been changed in place since."""
-        now = version(tensor)
-        wholes = (w for w in self._around(tensor, numbers) if w.version == now)
-        return next((p for w in wholes if (p := w.part(tensor))), None)
+        """Return which part of one of some values a tensor is that is as it was."""
+        for whole in self._around(tensor):
+            known = whole.key[0] in numbers and whole.version == version(tensor)
+            if known and (part := whole.part(tensor)):
+                return part
+        return None
 
-    def _around(self, tensor: torch.Tensor, numbers: Collection[int]) -> list[_Whole]:
+    def _around(self, tensor: torch.Tensor) -> Iterable[_Whole]:
         """Return what lies in the same storage, the latest first."""
-        if not self._wholes or not numbers or not _plain(tensor) or tensor.numel() == 0:
-            return []
-        wholes = self._wholes.get(tensor.untyped_storage()._cdata, [])
-        return [whole for whole in reversed(wholes) if whole.number in numbers]
+        if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+            return ()
+        wholes = self._wholes.get(tensor.untyped_storage()._cdata)
+        if wholes is None or not _plain(tensor) or tensor.numel() == 0:
+            return ()
+        return reversed(wholes)
 
 
 class _Whole:
@@ -106,10 +118,9 @@ class _Whole:
     """
 
     def __init__(self, number: int, leaf: int, tensor: torch.Tensor) -> None:
-        self.number = number
+        self.key = number, leaf
         self.version = version(tensor)
         self.storage = StorageWeakRef(tensor.untyped_storage())
-        self._leaf = leaf
         self._geometry = tensor.shape, tensor.stride()
         self._dtype = tensor.dtype
         self._offset = tensor.storage_offset()
@@ -124,7 +135,7 @@ class _Whole:
         inside = 0 <= offset <= self._elements - _extent(tensor)
         if tensor.dtype != self._dtype or not (same or inside):
             return None
-        return Part(self.number, self._leaf, self._geometry, shape, stride, offset)
+        return Part(*self.key, self._geometry, shape, stride, offset)
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

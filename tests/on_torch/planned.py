@@ -1,4 +1,4 @@
-"""Stages of many kinds, a driver that plays schedules on them, and random schedules."""
+"""Stages of many kinds, models that play schedules on them, random schedules, and checks."""
 
 import torch
 from torch import nn
@@ -196,3 +196,44 @@ class Drawn:
         free = again < needed and (again not in self.kept or again + 1 not in self.values)
         if self.random.random() < 0.2 and free and self.there(again):
             self.forward(again)
+
+
+FOUR = "N0 N1 Da1 G2.0 Da2 N3 L Da4 G3.0 B3 N0 N1 Da1 B2 Da2 N0 G1.0 B1 Da1 G0.0 B0"
+KEPT = "G0.0 G1.0 G2.0 G3.0 L B3 B2 B1 B0"
+PLANS = (FOUR, KEPT, every(4))
+
+
+def four():
+    torch.manual_seed(1)
+    return [Mlp(), Convolution(), Attention(), Line()]
+
+
+def batch(seed=2):
+    return torch.randn(3, 6, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def check(plans, stages, train, ops=PLANS, x=None, model=Chained):
+    """Hold a way of training with each plan to the same without, bit by bit."""
+    for one in ops:
+        plain, planned = model(plans, stages), model(plans, stages, one)
+        x = batch() if x is None else x
+        assert equal(result(plain, train, x), result(planned, train, x)), one
+
+
+class Functions(Chained):
+    """Calls each of four stages with what `inputs` makes of what came before."""
+
+    def forward(self, x):
+        found, run = [x], None
+        if self.script is not None and torch.is_grad_enabled():
+            run = self.run = self.plans.open(
+                self.script, [f"s{i}" for i in range(4)], self.how, traced=False
+            )
+        for i, stage in enumerate(self.stages):
+            args, kwargs = self.inputs(i, found)
+            made = run.first(i, stage, args, kwargs) if run else stage(*args, **kwargs)
+            found.append(made)
+        return found[-1]
+
+    def inputs(self, i, found):
+        return (found[-1],), {}

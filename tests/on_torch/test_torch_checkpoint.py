@@ -172,7 +172,7 @@ def test_what_is_checkpointed_already_is_refused_and_nothing_changes(backend):
     model = conv_blocks()
     extra = nn.Sequential(nn.Conv2d(4, 4, 1))
     receipt = xmem.apply_checkpointing(model, "every", blocks=[model[1]])
-    with pytest.raises(xmem.CompositionError, match="checkpointed already"):
+    with pytest.raises(xmem.CompositionError, match="checkpointed or planned already"):
         xmem.apply_checkpointing(model, "every", blocks=[model[0], extra, model[1]])
     assert "forward" not in model[0].__dict__
     assert "forward" not in extra.__dict__

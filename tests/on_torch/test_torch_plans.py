@@ -6,15 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from planned import KINDS, Chained, Drawn, counts, equal, make_stages, mean_square, result
+from planned import KINDS, Chained, Drawn, batch, counts, equal, make_stages, mean_square, result
 
 from xmem.planner import Chain, Option, Stage, least_budget_bytes, parse_ops, simulate, solve
 
 DATA = Path(__file__).parents[1] / "data" / "planner"
-
-
-def batch():
-    return torch.randn(3, 6, 16, generator=torch.Generator().manual_seed(2))
 
 
 def played(plans, stages, ops, loss_fn=mean_square, x=None):
