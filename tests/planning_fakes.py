@@ -65,6 +65,8 @@ class Run:
         self.value_bytes, self.reads = [], []
         runs = [op.index for op in script.ops if op.code in "NG"]
         self.forwards = [runs.count(i) + plans.more_forwards for i in range(n)]
+        self.differentiated = [True] * n
+        self.holds = plans.outputs_hold
 
     def first(self, stage, function, args, kwargs):
         self.plans.called.append(stage)
@@ -112,6 +114,7 @@ class Plans:
     def __init__(self, chain):
         self.chain, self.more_bytes, self.more_forwards = chain, 0, 0
         self.called, self.steps, self.records = [], 0, True
+        self.outputs_hold, self.step_seconds = False, 0.0
 
     def is_profile(self, ops):
         n = len(self.chain.stages) - 1
@@ -138,7 +141,7 @@ class Plans:
     def step(self, model, batch, loss_fn, *, gradients=False):
         self.steps += 1
         loss_fn(model, batch)
-        return Step(BASE_BYTES, BASE_BYTES, 0, 1.0, 0.0)
+        return Step(BASE_BYTES, BASE_BYTES, 0, self.step_seconds, 0.0)
 
 
 def fake(monkeypatch, chain):

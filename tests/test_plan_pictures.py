@@ -11,6 +11,7 @@ from xmem.cli import main
 from xmem.cli.plan import _budget
 from xmem.planner import Plan, Verified, least_budget_bytes, simulate, solve
 from xmem.planner.solver import store_all_peak_bytes
+from xmem.planning import budget_in_bytes
 from xmem.report.plan_plots import (
     plan_table,
     predicted_timeline,
@@ -25,7 +26,9 @@ from xmem.report.plan_plots import (
     [("64MiB", 64 << 20), ("30%", 0.3), ("0.3", 0.3), ("1.0", 1.0), ("4096", 4096)],
 )
 def test_a_budget_is_bytes_or_a_share(text, budget):
-    assert _budget(text) == pytest.approx(budget)
+    chain = load("resnet50_B4")
+    expected = budget if isinstance(budget, int) else int(budget * store_all_peak_bytes(chain))
+    assert budget_in_bytes(_budget(text), chain) == expected
 
 
 @pytest.mark.parametrize(
@@ -36,6 +39,7 @@ def test_a_budget_is_bytes_or_a_share(text, budget):
         (["--workload", "gpt2", "--budget", "1MiB", "--preset", "huge"], "preset"),
         (["--workload", "gpt2", "--budget", "1MiB", "--backend", "tensorflow"], "backend"),
         (["--budget", "1MiB"], "--workload"),
+        (["--workload", "gpt2", "--budget", "1MiB", "-o", "plan.html"], "cannot be both"),
     ],
 )
 def test_a_wrong_command_line_is_named_before_anything_runs(arguments, message):

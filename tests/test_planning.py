@@ -5,6 +5,7 @@ import pickle
 import random
 import weakref
 
+import numpy as np
 import pytest
 from planning_fakes import Module, Tensor, fake, unequal
 
@@ -47,6 +48,20 @@ def test_a_profile_is_the_chain_that_steps_take(monkeypatch, seed):
     assert [s.temporary_bytes for s in found.stages] == [s.temporary_bytes for s in chain.stages]
     assert [s.forward_seconds for s in found.stages] == [s.forward_seconds for s in chain.stages]
     assert [s.name for s in found.stages] == [*map(str, range(3 + seed)), "(loss)"]
+
+
+def test_what_steps_take_beyond_their_operations_is_the_cost_of_recomputing(made):
+    backend, model, batch, _ = made
+    before = xmem.profile(model, batch, loss_fn)
+    once = before.store_all_seconds + sum(s.forward_seconds for s in before.stages[:-1])
+    backend.plans.step_seconds = once + 6 * 0.25
+    after = xmem.profile(model, batch, loss_fn)
+    more = [
+        b.forward_seconds - a.forward_seconds
+        for a, b in zip(before.stages, after.stages, strict=True)
+    ]
+    assert more == pytest.approx([0.25] * 6 + [0.0])
+    assert after.store_all_seconds == before.store_all_seconds
 
 
 def test_stages_of_the_same_bytes_share_their_times(monkeypatch):
@@ -135,7 +150,15 @@ def test_calls_that_a_plan_does_not_make_are_found(made):
 
 @pytest.mark.parametrize(
     ("budget", "message"),
-    [(0.0, "share"), (1.5, "share"), (-1, "negative"), ("many", "no|not"), (True, "size")],
+    [
+        (0.0, "share"),
+        (1.5, "share"),
+        (-1, "negative"),
+        ("many", "not a size"),
+        ("x%", "share"),
+        (True, "size"),
+        (None, "size"),
+    ],
 )
 def test_a_budget_that_makes_no_sense_is_named(made, budget, message):
     _, model, batch, _ = made
@@ -216,11 +239,74 @@ def test_a_stage_called_by_itself_warns_and_runs_plainly(made):
     receipt.undo()
 
 
-def test_nobody_holds_a_run_that_was_given_up(made):
+def conductor_of(model):
+    return model.parts[0].forward.conductor
+
+
+def test_a_run_is_held_by_its_outputs_or_until_the_next_forward_pass(made):
     model, batch, receipt, _ = planned_model(made)
-    held = weakref.ref(model.parts[0](batch)._xmem_run)
-    assert held() is None
+    local = conductor_of(model)._local
+    model.parts[0](batch)
+    first = weakref.ref(local.held)
+    assert first() is not None
+    model(batch)
+    assert first() is None
+    assert local.held is None
+    made[0].plans.outputs_hold = True
+    model.parts[0](batch)
+    assert local.run() is None
+    with pytest.warns(xmem.XmemWarning, match="out of the plan's"):
+        model.parts[1](batch)
     receipt.undo()
+
+
+def test_a_loss_that_calls_the_model_twice_is_named(made):
+    _, model, batch, _ = made
+    with pytest.raises(xmem.UsageError, match="2 times"):
+        xmem.profile(model, batch, lambda model, batch: (model(batch), model(batch)))
+
+
+def test_profiling_inside_a_measured_block_is_refused(made, monkeypatch):
+    from xmem import meter
+
+    _, model, batch, _ = made
+    profile = xmem.profile(model, batch, loss_fn)
+    monkeypatch.setattr(meter, "_open", object())
+    with pytest.raises(xmem.MeasurementError, match=r"xmem\.profile"):
+        xmem.profile(model, batch, loss_fn)
+    with pytest.raises(xmem.MeasurementError, match=r"xmem\.plan"):
+        xmem.plan(profile, budget=1.0)
+
+
+def test_what_is_around_the_stages_counts_in_shares_and_in_the_least(made):
+    from dataclasses import replace
+
+    _, model, batch, chain = made
+    profile = xmem.profile(model, batch, loss_fn)
+    heavy = replace(profile, around_bytes=10 * store_all_peak_bytes(chain))
+    plan = xmem.plan(heavy, budget=1.0)
+    assert plan.overhead == 0
+    assert plan.store_all_peak_bytes == heavy.around_bytes
+    with pytest.raises(xmem.InfeasibleBudgetError) as caught:
+        xmem.plan(heavy, budget=0.9)
+    assert caught.value.minimum_bytes == heavy.around_bytes
+
+
+def test_comparing_needs_something_to_run(made):
+    _, model, batch, chain = made
+    profile = xmem.profile(model, batch, loss_fn)
+    with pytest.raises(xmem.UsageError, match="compare"):
+        xmem.plan(chain, budget=1.0, compare=True)
+    with pytest.raises(xmem.UsageError, match="compare"):
+        xmem.plan(profile, budget=1.0, compare=True, verify=False)
+    made[0].plans.step_seconds = 1.0
+    assert xmem.plan(profile, budget=1.0, compare=True).verified.measured_overhead == 0
+
+
+@pytest.mark.parametrize("budget", [1.0, "100%", np.float32(1.0), np.int64(1 << 40), "1TiB"])
+def test_budgets_of_every_spelling(made, budget):
+    _, _, _, chain = made
+    assert xmem.plan(chain, budget=budget).overhead == 0
 
 
 def test_a_module_in_two_places_is_two_stages(monkeypatch):

@@ -211,9 +211,9 @@ def profile(
 ) -> Profile:
     """Measure a model as a chain of stages: exact bytes, seconds.
 
-    Runs `1 + repeats` steps in which every stage is recomputed, so no more memory is needed than
-    the inputs of all stages and the inside of one. The model, its statistics, its gradients and
-    random numbers are left as they were.
+    Runs a few steps in which every stage is recomputed, so no more memory is needed than the inputs
+    of all stages and the inside of one. The model, its statistics, its gradients and random numbers
+    are left as they were.
 
     Args:
         model: a native module, in training mode.
@@ -221,7 +221,8 @@ def profile(
         loss_fn: `loss_fn(model, batch)` returns the loss, a scalar.
         stages: how the stages are found: "traced" (PyTorch: the forward is traced), "modules"
             (those called one after another), "auto" (traced where that works), or their paths.
-        repeats: how many steps are timed; times are medians.
+        repeats: how many steps are timed: of each operation the least counts, and of stages of the
+            same bytes the median.
         name: for people; the model's class otherwise.
 
     Returns:
@@ -229,8 +230,9 @@ def profile(
         its last stage.
 
     Raises:
-        UsageError: no stages are found, or they are not called in the step.
-        CompositionError: the model is checkpointed already.
+        UsageError: no stages are found, or they are not called in the step, once.
+        CompositionError: the model is checkpointed or planned already.
+        MeasurementError: a block of `xmem.measure` is open.
     """
     from xmem.profiling import profile as run
 
@@ -242,7 +244,7 @@ def plan(
     batch: Any = None,
     loss_fn: Callable[[Any, Any], Any] | None = None,
     *,
-    budget: int | float | str,
+    budget: float | str,
     gap: float | None = None,
     verify: bool = True,
     compare: bool = False,
@@ -258,8 +260,8 @@ def plan(
         batch: of a model; see `xmem.profile`.
         loss_fn: of a model; see `xmem.profile`.
         budget: bytes that the step may hold beside parameters, their gradients and the optimizer's
-            state: an int, text such as "2GiB", or a share of what a step holds that keeps
-            everything, a float up to 1.0. The batch counts.
+            state: an int, text such as "2GiB", or a share of what a step holds that keeps all that
+            its stages make, a float up to 1.0 or "30%". The batch counts.
         gap: by what share of a step the plan may be slower than the best; see
             `xmem.planner.solve`.
         verify: run it; a chain without a model is only planned.

@@ -87,6 +87,10 @@ def apply_checkpointing(
         return layout.apply(model, preserve_rng=preserve_rng)
     if inputs is not None and not (isinstance(layout, KeyLayers) and layout.measured):
         raise UsageError("inputs= is for KeyLayers with min_saved_bytes or max_recompute_seconds")
+    if is_recomputed(vars(model).get("forward")):
+        raise CompositionError(
+            f"{type(model).__name__} is planned already; call undo() of its receipt first"
+        )
     segments, note, saving = _chosen(capability, model, layout, blocks, inputs)
     for path, module in (named for segment in segments for named in segment):
         reason = capability.obstacle(module)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 import warnings
 import weakref
@@ -13,10 +14,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from xmem import api
 from xmem.checkpointing import is_recomputed
 from xmem.errors import CompositionError, UsageError, XmemWarning
+from xmem.layouts import modules_of
 from xmem.planner.chain import LOSS_STAGE
 from xmem.planner.plan import Plan
 from xmem.planner.schedule import Op
-from xmem.playing import PlanRun, Script, script
+from xmem.playing import PlanRun, Script, is_playing_again, script
 from xmem.receipts import Receipt, issue
 from xmem.records import Recompute
 from xmem.staging import Stages, named_stages
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     from xmem.backend import Backend
 
 
-@dataclass
+@dataclass(eq=False)
 class Conductor:
     """Hands the calls of a model's stages to the run of their forward pass.
 
@@ -37,7 +39,7 @@ class Conductor:
         script: what is played.
         how: what is replayed.
         traced: whether runs note marks.
-        latest: the run of the latest forward pass, if it is traced.
+        runs: those of the forward passes so far, if they are traced.
     """
 
     backend: str
@@ -45,11 +47,11 @@ class Conductor:
     script: Script
     how: Recompute
     traced: bool = False
-    latest: PlanRun | None = None
+    runs: list[PlanRun] = field(default_factory=list)
     _local: Any = field(default_factory=threading.local)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_local": None, "latest": None}
+        return {**self.__dict__, "_local": None, "runs": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -72,10 +74,9 @@ class Conductor:
             kwargs: its inputs by name.
         """
         plans = api.loaded(self.backend).plans
-        if not plans.recording():
-            return function(*args, **kwargs)
         now = self._local
-        if getattr(now, "busy", False):  # a stage calls another one, or is being run again
+        # A stage may call another one, in its first pass or when it is run again.
+        if getattr(now, "busy", False) or is_playing_again() or not plans.recording():
             return function(*args, **kwargs)
         stage = getattr(now, "next", 0)
         run = now.run() if stage else None
@@ -86,19 +87,17 @@ class Conductor:
         if run is None:
             run = plans.open(self.script, self.names, self.how, traced=self.traced)
             if self.traced:
-                self.latest = run
-        now.next, now.busy = 0, True
+                self.runs.append(run)
+        now.next, now.busy, now.held = 0, True, None
         try:
             output = run.first(stage, function, args, kwargs)
         finally:
             now.busy = False
         now.next = (stage + 1) % len(self.script)
         if now.next:
-            # Held by what is on its way to the next stage, so that nothing stays if that is never
-            # called.
+            # Held by what it has returned, so that nothing stays if the next stage is never called.
             now.run = weakref.ref(run)
-            for tensor in plans.tensors(output):
-                tensor._xmem_run = run
+            now.held = None if run.holds else run
         return output
 
     def _out_of_order(
@@ -142,6 +141,7 @@ def apply_plan(plan: Plan, model: Any, *, preserve_rng: bool = True) -> Receipt:
     backend = api.active()
     if not backend.checkpoint.is_module(model):
         raise UsageError(f"{model!r} is no module of the active backend; pass its own modules")
+    refuse_recomputed(backend, model)
     names = [n for n in plan.stage_names if n != LOSS_STAGE]
     stages = named_stages(backend, model, names, traced=plan.traced)
     conductor = conduct(backend, stages, plan.ops, preserve_rng=preserve_rng)
@@ -153,7 +153,7 @@ def apply_plan(plan: Plan, model: Any, *, preserve_rng: bool = True) -> Receipt:
                 backend=backend.name,
                 applied_to=len(stages.names),
                 names=stages.names,
-                expected_saving_bytes=plan.store_all_peak_bytes - plan.peak_bytes,
+                expected_saving_bytes=plan.store_all_peak_bytes - _predicted(plan),
                 note=f"{plan.overhead:.1%} more time than with everything kept",
                 _undo=undo,
             )
@@ -161,6 +161,24 @@ def apply_plan(plan: Plan, model: Any, *, preserve_rng: bool = True) -> Receipt:
     except BaseException:  # whole or not at all, also if an observer raises
         undo()
         raise
+
+
+def _predicted(plan: Plan) -> int:
+    return plan.peak_bytes if plan.verified is None else plan.verified.predicted_peak_bytes
+
+
+def refuse_recomputed(backend: Backend, model: Any) -> None:
+    """Refuse a model of which anything is checkpointed or planned.
+
+    Raises:
+        CompositionError: something is, with its path.
+    """
+    for path, module in [("", model), *modules_of(backend.checkpoint, model)]:
+        if any(is_recomputed(value) for value in vars(module).values()):
+            raise CompositionError(
+                f"{path or type(model).__name__!r} is checkpointed or planned already; undo that"
+                " first (receipt.undo())"
+            )
 
 
 def conduct(
@@ -198,7 +216,10 @@ def install(backend: Backend, stages: Stages, conductor: Conductor) -> Callable[
         if stages.traced is not None:
             made = stages.traced.forward(_Calls(conductor))
             undos.append(
-                replace(stages.traced.module, lambda own: _unless_taken(own, TracedForward(made)))
+                replace(
+                    stages.traced.module,
+                    lambda own: _unless_taken(own, TracedForward(made, own, backend.name)),
+                )
             )
         for module, places in stages.places():
             wrap = functools.partial(_planned, conductor, places)
@@ -214,15 +235,25 @@ class TracedForward:
     """What a planned module whose forward was traced runs instead of it.
 
     Attributes:
-        forward: runs the stages.
+        stages: runs the stages.
+        forward: the module's own forward, bound to it.
+        backend: the name of the backend that plays.
     """
 
+    stages: Callable[..., Any]
     forward: Callable[..., Any]
+    backend: str
     recomputes: ClassVar = True
 
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.forward)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the stages."""
-        return self.forward(*args, **kwargs)
+        """Run the stages where gradients are recorded, else the module's own forward."""
+        if is_playing_again() or not api.loaded(self.backend).plans.recording():
+            return self.forward(*args, **kwargs)
+        return self.stages(*args, **kwargs)
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import numbers
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -13,7 +14,7 @@ from xmem.planner.chain import Chain
 from xmem.planner.plan import Plan, Verified
 from xmem.planner.simulation import Instant
 from xmem.planner.solver import DEFAULT_GAP, least_budget_bytes, solve, store_all_peak_bytes
-from xmem.profiling import Played, Profile, Source, play
+from xmem.profiling import Played, Profile, Source, check_step, play
 from xmem.records import HEAD, REST, TAIL
 from xmem.sizes import format_size, parse_size
 
@@ -24,30 +25,52 @@ _ROUNDS = 4
 _COMPARED_STEPS = 6  # of each kind; the first warms up
 
 
-def budget_in_bytes(budget: int | float | str, chain: Chain) -> int:
+def budget_in_bytes(budget: Any, chain: Chain) -> int:
     """Return a budget in bytes.
 
     Args:
-        budget: bytes, text such as "2GiB", or a share (0.0 to 1.0, a float) of what a step takes
-            that keeps everything.
+        budget: bytes, text such as "2GiB", or a share of what a step takes that keeps everything:
+            a float up to 1.0, or text such as "30%".
         chain: what is to be planned.
 
     Raises:
         UsageError: it is none of these.
     """
-    if isinstance(budget, float):
-        if not 0 < budget <= 1:
+    if isinstance(budget, str) and budget.strip().endswith("%"):
+        try:
+            budget = float(budget.strip()[:-1]) / 100
+        except ValueError:
+            raise UsageError(f"budget={budget!r} is no share; write it like '30%'") from None
+    if isinstance(budget, bool):
+        return parse_size(budget)  # which refuses it
+    if isinstance(budget, numbers.Integral):
+        return parse_size(int(budget))
+    if isinstance(budget, numbers.Real):
+        share = float(budget)
+        if not 0 < share <= 1:
             raise UsageError(
                 f"budget={budget!r} is no share of the step that keeps everything; give a number"
                 " above 0 and up to 1.0, or bytes as an int or text ('2GiB')"
             )
-        return math.floor(budget * store_all_peak_bytes(chain))
+        return math.floor(share * whole_bytes(chain))
     return parse_size(budget)
+
+
+def whole_bytes(chain: Chain) -> int:
+    """Return what a step takes that keeps everything, before and after the stages too."""
+    around = chain.around_bytes if isinstance(chain, Profile) else 0
+    return max(store_all_peak_bytes(chain), around)
+
+
+def least_bytes(chain: Chain) -> int:
+    """Return the least budget that has a plan, before and after the stages too."""
+    around = chain.around_bytes if isinstance(chain, Profile) else 0
+    return max(least_budget_bytes(chain), around)
 
 
 def make_plan(
     profile: Profile | Chain,
-    budget: int | float | str,
+    budget: float | str,
     *,
     gap: float = DEFAULT_GAP,
     verify: bool = True,
@@ -55,28 +78,33 @@ def make_plan(
 ) -> Plan:
     """Plan a profile; see `xmem.plan`."""
     asked = budget_in_bytes(budget, profile)
+    runs = isinstance(profile, Profile) and profile.source is not None and verify
+    if compare and not runs:
+        raise UsageError("compare=True runs steps: give a profile of a model, and verify=True")
     if not isinstance(profile, Profile):
         return solve(profile, asked, gap=gap)
-    around = profile.around_bytes
-    if around > asked:
+    if profile.around_bytes > asked:
+        least = least_bytes(profile)
         raise InfeasibleBudgetError(
             f"no plan of {profile.name!r} fits {asked} bytes: what comes before and after its"
-            f" stages alone takes {around}. What helps: give"
-            f" {max(around, least_budget_bytes(profile))} bytes; make the batch smaller.",
+            f" stages alone takes {profile.around_bytes}. What helps: give {least} bytes; make the"
+            " batch smaller.",
             budget_bytes=asked,
-            minimum_bytes=max(around, least_budget_bytes(profile)),
+            minimum_bytes=least,
         )
     if profile.source is None or not verify:
         return _solved(profile, asked, gap)
     from xmem import api
 
     backend = api.loaded(profile.backend)
+    check_step(backend, profile.source.model, profile.source.loss_fn, "xmem.plan")
     plan = _remembered(profile.source, _verified(backend, profile, profile.source, asked, gap))
     return _compared(backend, profile.source, plan) if compare else plan
 
 
 def _solved(profile: Profile, budget_bytes: int, gap: float) -> Plan:
-    return replace(solve(profile, budget_bytes, gap=gap), traced=profile.traced)
+    plan = solve(profile, budget_bytes, gap=gap)
+    return replace(plan, traced=profile.traced, store_all_peak_bytes=whole_bytes(profile))
 
 
 def _verified(backend: Backend, profile: Profile, source: Source, asked: int, gap: float) -> Plan:
@@ -148,10 +176,12 @@ def _run(backend: Backend, source: Source, plan: Plan) -> tuple[Played, float]:
     """Run a plan twice: one step is traced, the other, untraced, says how long it takes."""
     seen = play(backend, source, plan.ops)
     timed = play(backend, source, plan.ops, traced=False)
-    counted = _forwards(plan, len(source.stages.names))
-    if seen.forwards != counted:
+    come = seen.differentiated
+    counted = [n if c else 0 for n, c in zip(_forwards(plan, len(come)), come, strict=True)]
+    ran = [n if c else 0 for n, c in zip(seen.forwards, come, strict=True)]
+    if ran != counted:
         raise InvalidScheduleError(
-            f"the plan runs its stages forward {counted} times, the step did {seen.forwards}"
+            f"the plan runs its stages forward {counted} times, the step did {ran}"
         )
     return seen, timed.step.seconds
 

@@ -12,8 +12,11 @@ framework's backward delivers. A backend's run (`xmem.protocols.PlanRun`) plays 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 from xmem.errors import CapabilityError, InvalidScheduleError
@@ -44,6 +47,22 @@ class Script:
 
     def __len__(self) -> int:
         return len(self.sweep)
+
+    @cached_property
+    def undisturbed(self) -> frozenset[int]:
+        """The stages that run once and keep everything, with their input there all along."""
+        return frozenset(i for i in range(len(self.sweep)) if self._is_undisturbed(i))
+
+    def _is_undisturbed(self, i: int) -> bool:
+        first, last = self.sweep[i][0], self.backward[i]
+        between = self.ops[first + 1 : last]
+        again = any(op.code in "NG" and op.index == i for op in between)
+        dropped = {("Ds", i), ("Da", i), ("Ds", i - 1)}
+        return (
+            self.ops[first].code == "G"
+            and not again
+            and not any((op.code, op.index) in dropped for op in between)
+        )
 
 
 def script(ops: Sequence[Op], stages: int) -> Script:
@@ -127,6 +146,25 @@ def _check_rest(ops: Sequence[Op], stages: int) -> None:
         )
 
 
+_again = threading.local()
+
+
+@contextmanager
+def playing_again() -> Iterator[None]:
+    """Let this thread run a stage again in the block: what it calls is no stage itself."""
+    depth = getattr(_again, "depth", 0)
+    _again.depth = depth + 1
+    try:
+        yield
+    finally:
+        _again.depth = depth
+
+
+def is_playing_again() -> bool:
+    """Say whether this thread is running a stage again."""
+    return getattr(_again, "depth", 0) > 0
+
+
 @runtime_checkable
 class PlanRun(Protocol):
     """One forward pass of a planned model, and its backward.
@@ -136,11 +174,16 @@ class PlanRun(Protocol):
             returns; filled as stages are called.
         reads: (j, i) where stage i reads the output of stage j-1 although it does not follow it.
         forwards: for each stage how often it has been run forward so far.
+        differentiated: for each stage whether its gradient has come; it does not to one that
+            nothing is trained in or before, nor to one that the loss does not depend on.
+        holds: whether something that was returned so far holds the run until its backward.
     """
 
     value_bytes: list[int]
     reads: list[tuple[int, int]]
     forwards: list[int]
+    differentiated: list[bool]
+    holds: bool
 
     def first(
         self,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from xmem.errors import CapabilityError, MeasurementError, UsageError
+from xmem.errors import CapabilityError
 from xmem.records import HEAD, REST
 
 if TYPE_CHECKING:
@@ -75,19 +75,11 @@ def predict(
         MeasurementError: a block of `xmem.measure` is open, whose peak this would change.
         UsageError: an argument is not what it should be.
     """
-    from xmem import meter
     from xmem.api import active
+    from xmem.profiling import check_step
 
     backend = active()
-    if not backend.checkpoint.is_module(model):
-        raise UsageError(f"{model!r} is no module of the active backend; pass its own modules")
-    if not callable(loss_fn):
-        raise UsageError(f"loss_fn={loss_fn!r} is no function; give loss_fn(model, batch) -> loss")
-    if meter._open is not None:
-        raise MeasurementError(
-            "a block of xmem.measure is open, and its peak would not be its own: call xmem.predict"
-            " before or after it"
-        )
+    check_step(backend, model, loss_fn, "xmem.predict")
     if PREDICTION not in backend.plans.gaps:
         return backend.plans.predict(model, batch, loss_fn, optimizer)
     if optimizer is not None:

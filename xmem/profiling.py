@@ -13,13 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from xmem.errors import UsageError
-from xmem.planned import conduct, install
+from xmem import meter
+from xmem.errors import MeasurementError, UsageError
+from xmem.planned import conduct, install, refuse_recomputed
 from xmem.planner.chain import LOSS_STAGE, OPTION_NAMES, Chain, Option, Skip, Stage
 from xmem.planner.plan import Plan
 from xmem.planner.schedule import Op
 from xmem.records import HEAD, REST, TAIL, Mark, Step
-from xmem.staging import Stages, find_stages, named_stages
+from xmem.staging import Stages, find_stages, forget_number, named_stages
 
 if TYPE_CHECKING:
     from xmem.backend import Backend
@@ -37,7 +38,7 @@ class Profile(Chain):
         batch_bytes: of the batch, which is part of a_0.
         around_bytes: the most held outside of the stages, in what comes before them: no plan
             changes it.
-        step_seconds: of the step that was traced, every stage recomputed.
+        step_seconds: of a step in which every stage is recomputed.
         source: how to run the model again; None where the profile was read from a file.
     """
 
@@ -77,6 +78,7 @@ class Played:
         ops: the script's operations, which the marks' numbers are of.
         marks: of the run, `REST` last; the rest is empty if it was not traced.
         forwards: how often each stage was run forward.
+        differentiated: whether each stage's gradient came.
         value_bytes: of what each stage read first, and of what the last one returned.
         reads: (j, i) where stage i read the output of stage j-1 although it does not follow it.
     """
@@ -85,6 +87,7 @@ class Played:
     ops: tuple[Op, ...] = ()
     marks: Sequence[Mark] = ()
     forwards: Sequence[int] = ()
+    differentiated: Sequence[bool] = ()
     value_bytes: Sequence[int] = ()
     reads: Sequence[tuple[int, int]] = ()
 
@@ -110,13 +113,15 @@ def profile(
     name: str = "",
 ) -> Profile:
     """Measure a model as a chain; see `xmem.profile`."""
-    if not backend.checkpoint.is_module(model):
-        raise UsageError(f"{model!r} is no module of the active backend; pass its own modules")
-    if not callable(loss_fn):
-        raise UsageError(f"loss_fn={loss_fn!r} is no function; give loss_fn(model, batch) -> loss")
+    check_step(backend, model, loss_fn, "xmem.profile")
+    refuse_recomputed(backend, model)
     if not isinstance(repeats, int) or repeats < 1:
         raise UsageError(f"repeats={repeats!r}; give a whole number, 1 or more")
-    found = _stages(backend, model, batch, loss_fn, stages)
+    try:
+        found = _stages(backend, model, batch, loss_fn, stages)
+    finally:
+        for tensor in backend.plans.tensors(batch):
+            forget_number(tensor)
     source = Source(model, batch, loss_fn, found)
     # Warms up, too: kernels are compiled, it is known which buffers are written.
     sizes = play(backend, source, every(len(found.names))).value_bytes
@@ -125,19 +130,43 @@ def profile(
         source = Source(model, batch, loss_fn, found.without_last())
         play(backend, source, every(len(source.stages.names)))
     ops = every(len(source.stages.names))
-    played = [play(backend, source, ops) for _ in range(repeats)]
+    played, untraced = [], []
+    for _ in range(repeats):
+        played.append(play(backend, source, ops))
+        untraced.append(play(backend, source, ops, traced=False).step.seconds)
     batch_bytes = backend.plans.bytes_of(backend.plans.tensors(batch))
-    return _profile(backend, source, played, batch_bytes, name or type(model).__name__)
+    kind = name or type(model).__name__
+    return _profile(backend, source, played, min(untraced), batch_bytes, kind)
 
 
 def _stages(
     backend: Backend, model: Any, batch: Any, loss_fn: LossFunction, stages: str | Sequence[str]
 ) -> Stages:
     if not isinstance(stages, str):
+        if not stages:
+            raise UsageError("stages=[] names none; give their paths, or leave it out")
         return named_stages(backend, model, list(stages), traced=False)
     return find_stages(
         backend, model, lambda: backend.plans.forward_aside(model, batch, loss_fn), stages
     )
+
+
+def check_step(backend: Backend, model: Any, loss_fn: Any, what: str) -> None:
+    """See to it that a step of a model can be run and measured.
+
+    Raises:
+        UsageError: the model is no module, or the loss no function.
+        MeasurementError: a block of `xmem.measure` is open.
+    """
+    if not backend.checkpoint.is_module(model):
+        raise UsageError(f"{model!r} is no module of the active backend; pass its own modules")
+    if not callable(loss_fn):
+        raise UsageError(f"loss_fn={loss_fn!r} is no function; give loss_fn(model, batch) -> loss")
+    if meter._open is not None:
+        raise MeasurementError(
+            f"a block of xmem.measure is open, and its peak would not be its own: call {what}"
+            " before or after it"
+        )
 
 
 def every(stages: int) -> list[Op]:
@@ -159,28 +188,41 @@ def play(backend: Backend, source: Source, ops: Sequence[Op], *, traced: bool = 
     undo = install(backend, source.stages, conductor)
     try:
         step = backend.plans.step(source.model, source.batch, source.loss_fn)
-        run = conductor.latest
         if not traced:
             return Played(step)
+        if len(conductor.runs) > 1:
+            raise UsageError(
+                f"loss_fn calls the model {len(conductor.runs)} times with gradients, and a plan is"
+                " for one forward pass: let it call the model once, e.g. on one larger batch"
+            )
+        run = conductor.runs[0] if conductor.runs else None
         if run is None or len(run.value_bytes) <= len(source.stages.names):
             raise UsageError(
-                "the stages of the model were not all called in the step; does loss_fn call the"
-                " model, once, with gradients?"
+                "the stages of the model were not all called in the step, in their order; does"
+                " loss_fn call the model, with gradients?"
             )
         marks = run.marks()
     finally:
         undo()
-        conductor.latest = None
+        conductor.runs.clear()
     ops = conductor.script.ops
-    return Played(step, ops, marks, run.forwards, run.value_bytes, run.reads)
+    facts = run.forwards, run.differentiated, run.value_bytes, run.reads
+    return Played(step, ops, marks, *facts)
 
 
 def _profile(
-    backend: Backend, source: Source, played: Sequence[Played], batch_bytes: int, name: str
+    backend: Backend,
+    source: Source,
+    played: Sequence[Played],
+    step_seconds: float,
+    batch_bytes: int,
+    name: str,
 ) -> Profile:
     """Make the chain of what was measured.
 
-    What disturbs a time makes it longer, so the least of several is taken.
+    What disturbs a time makes it longer, so the least of several is taken. What a step takes beyond
+    its operations is the cost of recomputing, in Python; each stage that is run without being kept
+    has its share.
     """
     first = played[0]
     ops = every(len(source.stages.names))
@@ -191,11 +233,12 @@ def _profile(
         if op.code in ("N", "G", "B"):
             by_stage.setdefault(op.index, {})[op.code] = number
     numbers = _script_numbers(ops, len(source.stages.names))
+    beyond = max(step_seconds - sum(times.values()), 0.0) / len(source.stages.names)
     measured = [
         _stage(
             stage_name,
             {code: marks[numbers[at]] for code, at in by_stage[i].items()},
-            {code: times[numbers[at]] for code, at in by_stage[i].items()},
+            {c: times[numbers[at]] + beyond * (c == "N") for c, at in by_stage[i].items()},
             first.value_bytes[i + 1],
         )
         for i, stage_name in enumerate(source.stages.names)
@@ -218,7 +261,7 @@ def _profile(
         traced=source.stages.traced is not None,
         batch_bytes=batch_bytes,
         around_bytes=max(around - first.before_bytes, 0) + batch_bytes,
-        step_seconds=min(p.step.seconds for p in played),
+        step_seconds=step_seconds,
         source=source,
     )
 

@@ -9,12 +9,13 @@ the bytes that modules return.
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from xmem.errors import UsageError, unknown
+from xmem.errors import UsageError, XmemWarning, unknown
 from xmem.layouts import Named, modules_of
 
 if TYPE_CHECKING:
@@ -23,6 +24,14 @@ if TYPE_CHECKING:
 
 
 _numbers = itertools.count()
+_MUCH_OUTSIDE = 0.5
+"""Of what modules return; more outside of the stages that were found is worth a warning."""
+
+
+def forget_number(tensor: Any) -> None:
+    """Take the number off a tensor that is somebody's."""
+    if hasattr(tensor, "_xmem_number"):
+        del tensor._xmem_number
 
 
 @dataclass(frozen=True)
@@ -59,6 +68,10 @@ def named_stages(backend: Backend, model: Any, names: Sequence[str], *, traced: 
     """
     if not names:
         raise UsageError("the plan names no stages, so it is of no model; make it by xmem.plan")
+    for name in names:
+        inner = [other for other in names if other.startswith(f"{name}.")]
+        if inner and not traced:
+            raise UsageError(f"stage {inner[0]!r} lies inside stage {name!r}; name one of the two")
     if traced:
         found = backend.plans.traced(model)
         if found is None or found.names[: len(names)] != tuple(names):
@@ -141,11 +154,31 @@ def _best_run(backend: Backend, model: Any, step: Callable[[], Any]) -> list[Nam
     best: list[_Called] = []
     least = root.size_bytes + 1
     for run in _runs(root):
+        if _inside_each_other(backend, run):
+            continue
         inside = sum(call.size_bytes for call in run)
         worst = max(root.size_bytes - inside, *(call.size_bytes for call in run))
         if worst < least:
             best, least = run, worst
+    outside = root.size_bytes - sum(call.size_bytes for call in best)
+    if best and outside > root.size_bytes * _MUCH_OUTSIDE:
+        warnings.warn(
+            f"the stages that were found, {best[0].path!r} to {best[-1].path!r}, make"
+            f" {1 - outside / root.size_bytes:.0%} of what the modules of"
+            f" {type(root.module).__name__} return; the rest is kept whatever the plan. Where a"
+            " module changes its input in place, or something is computed between two modules, a"
+            " run of stages ends: put such modules into one, or name the stages.",
+            XmemWarning,
+            stacklevel=6,
+        )
     return [(call.path, call.module) for call in best]
+
+
+def _inside_each_other(backend: Backend, run: Sequence[_Called]) -> bool:
+    """Say whether one of the modules lies inside another one."""
+    modules = {id(call.module): call.module for call in run}
+    inside = (m for module in modules.values() for _, m in modules_of(backend.checkpoint, module))
+    return any(id(module) in modules for module in inside)
 
 
 def _runs(call: _Called) -> Iterator[list[_Called]]:

@@ -12,7 +12,7 @@ plain Jittor neither. Only first derivatives; second ones are refused. Gradients
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from types import MethodType
+from dataclasses import dataclass
 from typing import Any
 
 import jittor as jt
@@ -91,8 +91,7 @@ class Checkpoint:
     ) -> Callable[[], None]:
         """Set an instance attribute `execute`, which `Module.__call__` finds first."""
         before = module.__dict__.get("execute")
-        # Looked up in each call: autocast replaces the class's own while it is in force.
-        module.execute = wrap(MethodType(_execute, module) if before is None else before)
+        module.execute = wrap(OwnExecute(module) if before is None else before)
 
         def undo() -> None:
             if before is None:
@@ -103,5 +102,17 @@ class Checkpoint:
         return undo
 
 
-def _execute(module: Any, *args: Any, **kwargs: Any) -> Any:
-    return type(module).execute(module, *args, **kwargs)
+@dataclass(frozen=True)
+class OwnExecute:
+    """A module's own `execute`, bound to it.
+
+    Looked up in each call: autocast replaces the class's while it is in force. Not a method, which
+    would be pickled by its name, and found again as the module's attribute.
+    """
+
+    __self__: Any
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it."""
+        module = self.__self__
+        return type(module).execute(module, *args, **kwargs)

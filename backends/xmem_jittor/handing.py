@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jittor as jt
@@ -11,7 +12,7 @@ import jittor as jt
 from xmem.playing import Script
 from xmem.records import HEAD, REST, TAIL
 from xmem_jittor import native, notices
-from xmem_jittor.graph import read_by
+from xmem_jittor.graph import reached, read_by
 
 
 def is_trained(var: Any) -> bool:
@@ -37,17 +38,34 @@ class Stepping:
     """A step that is being run.
 
     Attributes:
-        parameters: bytes by address of the model's trained parameters.
+        targets: the model's trained parameters; the step asks for their gradients and no others.
         newest: the newest node before the step.
     """
 
-    parameters: Mapping[int, int]
+    targets: Sequence[Any]
     newest: int
+
+    @cached_property
+    def parameters(self) -> dict[int, int]:
+        """The bytes of the parameters by address."""
+        return {int(p.var_ptr): int(p.nbytes) for p in self.targets}
+
+    def asks(self, var: Any) -> bool:
+        """Say whether a gradient of a tensor is needed for one that is asked for.
+
+        A batch asks for gradients by default, and nobody for its.
+        """
+        return any(reached([var], self.targets))
 
 
 @dataclass(eq=False)
 class _Called:
-    """How many stages have been called: all that a guard holds of its run."""
+    """How many stages have been called: all that a guard holds of its run.
+
+    A guard that held the run would never go where something is computed between two stages: the
+    run holds what was computed, which holds the guard, and Jittor's references are not collected
+    in circles.
+    """
 
     stages: int
     called: int = 0
@@ -79,18 +97,25 @@ class Chain:
         if self._stepping is not None:
             self._before = set(read_by([var], self._stepping.newest, [])[0])
 
+    def wants(self, var: Any) -> bool:
+        """Say whether gradients of a tensor are asked for, in a step those that it needs."""
+        return is_trained(var) and (self._stepping is None or self._stepping.asks(var))
+
     def source(self, var: Any) -> int:
         """Note a tensor that gradients are asked for of; returns its address."""
         address = int(var.var_ptr)
-        if is_trained(var) and address not in self._sources:
+        if address not in self._sources:
             self._sources[address] = jt.wrap_var_addr(address)
             self._new.append(self._sources[address])
         return address
 
-    def parameter(self, var: Any) -> int:
-        """Note a parameter that the stage being called reads; returns its address."""
+    def parameter(self, var: Any) -> int | None:
+        """Note what the stage being called reads; returns its address where gradients are asked."""
+        if not self.wants(var):
+            return None
         address = self.source(var)
-        self._parameter_bytes[-1][address] = var.nbytes
+        if self._stepping is None or address in self._stepping.parameters:
+            self._parameter_bytes[-1][address] = var.nbytes
         return address
 
     def stage_ended(self) -> None:

@@ -19,10 +19,8 @@ float32. Not under MPI, whose reductions in Jittor do not take half gradients.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -210,7 +208,7 @@ def cast_model(model: Any, dtype: str, optimizer: Any) -> Cast:
     jt.sync([*cast.values(), *masters.values()])
     held = [Masters(one, masters, dtype) for one in optimizers]
     unwrap = Checkpoint().replace_forward(
-        model, lambda forward: CastForward(_picklable(forward), dtype, tuple(cast.values()))
+        model, lambda forward: CastForward(forward, dtype, tuple(cast.values()))
     )
     master_bytes = sum(m.nbytes for m in masters.values())
     done = False
@@ -284,13 +282,6 @@ def _master(parameter: Any) -> Any:
     """Return what takes over the memory of a parameter in float32."""
     master = halves.cast(parameter.detach(), "float32")
     return master.stop_grad() if parameter.is_stop_grad() else master.start_grad()
-
-
-def _picklable(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method in a form that is also pickled where it is none of its object's class."""
-    if isinstance(forward, MethodType):
-        return functools.partial(forward.__func__, forward.__self__)
-    return forward
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,6 @@ class Plans:
         """
         library = native.allocator()
         trained = {name: p for name, p in model.named_parameters() if is_trained(p)}
-        sizes = {int(p.var_ptr): int(p.nbytes) for p in trained.values()}
         with _restored(model) as buffers, replay.unmoved():
             gc.collect()
             jt.sync_all(True)
@@ -103,7 +102,7 @@ class Plans:
             library.xmem_jittor_reset_peak()
             before = marking.allocated()[0]
             began = time.perf_counter()
-            self._stepping = Stepping(sizes, newest_node())
+            self._stepping = Stepping(list(trained.values()), newest_node())
             try:
                 with replay.recorded():
                     loss = loss_fn(model, batch)

@@ -24,14 +24,14 @@ import jittor as jt
 
 from xmem.containers import fill, take_apart
 from xmem.errors import CompositionError
-from xmem.playing import Script
+from xmem.playing import Script, playing_again
 from xmem.records import TAIL, Mark, Recompute
 from xmem_jittor import notices
 from xmem_jittor.calls import Call
 from xmem_jittor.differentiate import differentiate
 from xmem_jittor.emptying import empty, refill
 from xmem_jittor.graph import refuse_second_derivatives, tape_of
-from xmem_jittor.handing import Chain, bytes_of, is_trained
+from xmem_jittor.handing import Chain, bytes_of
 from xmem_jittor.held import Input, Kept, Place, Stage, added
 from xmem_jittor.marking import Notes
 from xmem_jittor.ordering import after
@@ -61,6 +61,8 @@ class PlanRun:
         self.value_bytes: list[int] = []
         self.reads: list[tuple[int, int]] = []
         self.forwards = [0] * len(script)
+        self.differentiated = [False] * len(script)
+        self.holds = False  # a guard cannot, see `handing.py`, and handles may go before
         self._script = script
         self._names = names
         self._how = how
@@ -119,13 +121,14 @@ class PlanRun:
         if self._notes is not None:
             value = self._notes.begun(value)
         self._values[0] = value
-        self._wanted.append(is_trained(given[0]))
+        self._wanted.append(self._chain.wants(given[0]))
         self._chain.begin(given[0])
         self.value_bytes.append(bytes_of([given[0]]))
 
     def _input(self, stage: int, var: Any) -> Input:
         if stage == 0 and var.var_ptr == self._chain.first:
-            return Input(0, None, self._chain.source(var), self._wanted[0])
+            wanted = self._wanted[0]
+            return Input(0, None, self._chain.source(var) if wanted else 0, wanted)
         place = getattr(var, "_xmem_place", None)
         if isinstance(place, Place) and place.run is self and place.tensor == var.id:
             number = place.value
@@ -133,7 +136,7 @@ class PlanRun:
                 return Input(number, None, 0, self._wanted[number])
             self.reads.append((number, stage))
             return Input(number, place.held, 0, self._wanted[number])
-        wanted = is_trained(var)
+        wanted = self._chain.wants(var)
         source = self._chain.source(var) if wanted else 0
         return Input(None, var.detach(), source, wanted)
 
@@ -194,7 +197,8 @@ class PlanRun:
                 reads, stage.call.seen = stage.call.seen, []
             else:
                 reads = stage.call.views()
-                outputs = stage.call.second_pass(inputs, reads)
+                with playing_again():
+                    outputs = stage.call.second_pass(inputs, reads)
         self.forwards[i] += 1
         output = outputs[0].stop_fuse()
         value = output.detach().stop_grad()
@@ -258,6 +262,7 @@ class PlanRun:
                 for (a, _), g in zip(read, found[len(targets) :], strict=True)
             ]
             self._end_backward(i, places)
+            self.differentiated[i] = True
         stage.call.release()
         stage.inputs = []
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-from xmem.records import HEAD, Mark
+from xmem.playing import Script
+from xmem.records import HEAD, REST, TAIL, Mark
 from xmem_torch.masters import master_of
 from xmem_torch.measure import Measure
+from xmem_torch.tensors import size_bytes
 
 
 class Watched:
@@ -38,6 +40,11 @@ class Watched:
         measure.reset_peak()
         self.before_bytes = measure.counters().allocated_bytes
         self.started = time.perf_counter()
+
+    def count(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Count the gradients of more parameters."""
+        known = set(map(id, self._parameters))
+        self._parameters += [p for p in parameters if id(p) not in known]
 
     def read(self) -> tuple[int, int]:
         """Wait; return what is allocated, and the most since peaks started again."""
@@ -69,7 +76,7 @@ class Watched:
     def gradient_bytes(self) -> int:
         """The bytes of the gradients that the step has made so far."""
         found = {id(g): g for p in self._parameters if (g := master_of(p).grad) is not None}
-        return sum(gradient.nbytes for gradient in found.values())
+        return sum(map(size_bytes, found.values()))
 
 
 _state = threading.local()
@@ -91,18 +98,38 @@ def under_way(step: Watched) -> Iterator[None]:
         _state.step = before
 
 
+class NoMarks:
+    """Stands in for marks where none are noted."""
+
+    def around(self, _: int) -> AbstractContextManager[None]:
+        """Mark nothing."""
+        return nullcontext()
+
+    def nothing(self, _: int = 0) -> None:
+        """Do nothing."""
+
+    head = end = begin = chain_ended = nothing
+
+    def complete(self) -> list[Mark]:
+        """Return no marks."""
+        return []
+
+
 class Marks:
     """Notes what operations take; each mark begins where the one before has ended, or later.
 
     Args:
         measure: counts.
+        script: whose operations they are.
     """
 
-    def __init__(self, measure: Measure) -> None:
+    def __init__(self, measure: Measure, script: Script) -> None:
         self._in_step = step_under_way()
         self._step = self._in_step or Watched(measure, [])
+        self._script = script
         self._open: tuple[int, int, int, float] | None = None
-        self.taken: list[Mark] = []
+        self._taken: dict[int, Mark] = {}
+        self._gradient_bytes: dict[int, int] = {}  # when each mark ended
         if self._in_step is not None:
             self._in_step.marks.append(self)
 
@@ -111,7 +138,7 @@ class Marks:
         now, peak_bytes = self._step.read()
         before = 0 if self._in_step is None else self._step.before_bytes
         seconds = time.perf_counter() - self._step.started
-        self.taken.append(Mark(HEAD, before, peak_bytes, now, 0, seconds))
+        self._take(Mark(HEAD, before, peak_bytes, now, 0, seconds))
 
     def begin(self, op: int) -> None:
         """Begin a mark."""
@@ -127,7 +154,13 @@ class Marks:
         op, before, gradient_bytes, started = self._open
         seconds = time.perf_counter() - started
         self._open = None
-        self.taken.append(Mark(op, before, peak_bytes, after, gradient_bytes, seconds))
+        self._take(Mark(op, before, peak_bytes, after, gradient_bytes, seconds))
+
+    def chain_ended(self) -> None:
+        """End the backward that has begun: the rest of the step follows."""
+        if self._open is not None and self._open[0] in self._script.backward:
+            self.end()
+            self.begin(REST)
 
     @contextmanager
     def around(self, op: int) -> Iterator[None]:
@@ -138,7 +171,23 @@ class Marks:
         finally:
             self.end()
 
-    @property
-    def open(self) -> int | None:
-        """The number of the mark that has begun and not ended."""
-        return None if self._open is None else self._open[0]
+    def complete(self) -> list[Mark]:
+        """Return a mark for each forward and backward; an empty one where it did not run."""
+        worked = [k for k, op in enumerate(self._script.ops) if op.code in ("N", "G", "B")]
+        before = [k for k in worked if k < self._script.loss]
+        expected = (*before, TAIL, *worked[len(before) :], REST)
+        last = self._taken.get(HEAD)
+        if last is None:
+            return []
+        found = [last]
+        gradient_bytes = self._gradient_bytes[HEAD]
+        for op in expected:
+            now = last.after_bytes
+            last = self._taken.get(op, Mark(op, now, now, now, gradient_bytes, 0.0))
+            gradient_bytes = self._gradient_bytes.get(op, gradient_bytes)
+            found.append(last)
+        return found
+
+    def _take(self, mark: Mark) -> None:
+        self._taken[mark.op] = mark
+        self._gradient_bytes[mark.op] = self._step.gradient_bytes

@@ -220,6 +220,11 @@ class Masters:
         return made[id(parameter)][1]
 
 
+def moves_gradient(hook: Any) -> bool:
+    """Say whether a hook on a parameter is the one that gives its master the gradient."""
+    return isinstance(hook, functools.partial) and hook.func is _move_gradient
+
+
 def _move_gradient(master: Any, parameter: Any) -> None:
     gradient, parameter.grad = parameter.grad.detach(), None
     if master.grad is None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from operator import is_
 from typing import Any
 
 from torch.fx import Node
 
-from xmem_torch.graphs import nodes_in
+from xmem_torch.graphs import Traced, nodes_in
 
 
 class Program:
@@ -74,6 +75,40 @@ class Program:
             if node in dropped:  # nobody reads it
                 del env[node]
         return [env[node] for node in self.outputs]
+
+
+class Submodules:
+    """What lies where a traced forward looks for the modules that it calls.
+
+    Args:
+        module: whose forward it is.
+        traced: the forward.
+    """
+
+    def __init__(self, module: Any, traced: Traced) -> None:
+        paths = [str(n.target) for n in traced.graph.nodes if n.op in _IN_MODULES]
+        around = {above for path in paths for above in _above(path)}
+        found = [module.get_submodule(path) for path in sorted(around)]
+        self._held = [
+            (holder._modules, holder._modules.copy())
+            for holder in dict.fromkeys([*found, *traced.opened])
+        ]
+
+    def unchanged(self) -> bool:
+        """Say whether the same modules lie there now."""
+        return all(
+            len(now) == len(was) and all(map(is_, now.values(), was.values()))
+            for now, was in self._held
+        )
+
+
+def _above(path: str) -> list[str]:
+    """Return the paths of all that a module or parameter lies in; "" is the model's own."""
+    names = path.split(".")
+    return [".".join(names[:length]) for length in range(len(names))]
+
+
+_IN_MODULES = ("call_module", "get_attr")
 
 
 def _held(module: Any, path: str) -> tuple[Any, str]:

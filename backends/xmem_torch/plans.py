@@ -5,25 +5,25 @@ from __future__ import annotations
 import functools
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 from xmem.containers import leaves
-from xmem.errors import MeasurementError
+from xmem.errors import MeasurementError, XmemWarning
 from xmem.native.build import find_compiler
 from xmem.playing import Script, TracedStages
 from xmem.predicting import Prediction
-from xmem.randomness import Streams
 from xmem.records import Recompute, Step
 from xmem_torch import tensors as of_tensors
-from xmem_torch.marks import Marks, Watched, under_way
+from xmem_torch.aside import accumulating, gradients_aside, put_back
+from xmem_torch.marks import Marks, NoMarks, Watched, under_way
 from xmem_torch.masters import master_of
 from xmem_torch.measure import Measure
 from xmem_torch.playing import PlanRun
-from xmem_torch.reach import reach, stream_kinds
 
 _NO_MARKS = (
     "PyTorch's profiler, which counts bytes here, loses some when it is read inside backward; only"
@@ -51,8 +51,13 @@ class Plans:
         return self._measure.watch(None, None, lambda _: None)
 
     def recording(self) -> bool:
-        """Say so while gradients are recorded and torch.compile does not trace."""
-        return torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        """Say so while gradients are recorded, but by neither torch.compile nor torch.func.
+
+        Those differentiate in their own ways, which nothing here is told of.
+        """
+        if torch.compiler.is_compiling():
+            return _compiled()
+        return torch.is_grad_enabled() and torch._C._functorch.peek_interpreter_stack() is None
 
     def open(
         self, script: Script, names: Sequence[str], how: Recompute, *, traced: bool
@@ -60,7 +65,8 @@ class Plans:
         """Begin with nothing in the graph; marks need xmem's own allocator, or CUDA's counters."""
         if traced and self._measure.source == "profiler":
             raise MeasurementError(f"{_NO_MARKS}. Install g++, so that it can be compiled.")
-        return PlanRun(script, names, how, Marks(self._measure) if traced else None)
+        marks = Marks(self._measure, script) if traced else NoMarks()
+        return PlanRun(script, names, how, marks)
 
     def traced(self, model: Any) -> TracedStages | None:
         """Trace it with torch.fx."""
@@ -85,18 +91,25 @@ class Plans:
         *,
         gradients: bool = False,
     ) -> Step:
-        """Let the step update statistics as any step does, and put copies back."""
-        parameters = list(model.parameters())
+        """Let the step update statistics as any step does, and put copies back.
+
+        All that gets a gradient is left with the one it had, not the parameters alone. Hooks that
+        take complete gradients (an optimizer in backward) do not run.
+        """
         gc.collect()  # what is freed in the middle of the step would seem to be the step's
         with (
-            _put_back(model),
-            _gradients_aside(parameters),
+            put_back(model, loss_fn),
+            gradients_aside(model, loss_fn) as aside,
             self._counting(),
             torch.enable_grad(),
         ):
-            watched = Watched(self._measure, parameters)
+            watched = Watched(self._measure, list(model.parameters()))
             with under_way(watched):
                 loss = loss_fn(model, batch)
+                variables = accumulating(loss)
+                aside.take(variables)
+                watched.count([v for v in variables if isinstance(v, torch.nn.Parameter)])
+                del variables
                 loss.backward()
             watched.finish()
             seconds = time.perf_counter() - watched.started
@@ -111,7 +124,7 @@ class Plans:
 
     def forward_aside(self, model: Any, batch: Any, loss_fn: Callable[[Any, Any], Any]) -> None:
         """Call it under torch.no_grad."""
-        with _put_back(model), torch.no_grad():
+        with put_back(model, loss_fn), torch.no_grad():
             loss_fn(model, batch)
 
     def predict(
@@ -123,47 +136,28 @@ class Plans:
         return Predict(self._device, self._measure).predict(model, batch, loss_fn, optimizer)
 
 
+# What torch.compile calls while it traces, and never after: a call that it cannot trace would break
+# the graph in two, or fail with fullgraph=True (PyTorch 2.13).
+@torch.compiler.assume_constant_result
+def _compiled() -> bool:
+    """Return False, and warn the first time."""
+    _warn_compiled()
+    return False
+
+
+@functools.cache
+def _warn_compiled() -> None:
+    warnings.warn(
+        "a planned model is compiled by torch.compile, which decides for itself what is kept: the"
+        " plan is not followed. Train it without torch.compile, or undo the plan.",
+        XmemWarning,
+        stacklevel=2,
+    )
+
+
 def _as_arrays(model: Any) -> dict[str, Any]:
     return {
-        name: gradient.detach().float().cpu().numpy().copy()
+        name: gradient.detach().to_dense().float().cpu().numpy().copy()
         for name, parameter in model.named_parameters()
         if (gradient := master_of(parameter).grad) is not None
     }
-
-
-@contextmanager
-def _gradients_aside(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Let parameters have no gradients in the block, and theirs again after it."""
-    holders = {id(p): p for parameter in parameters for p in (parameter, master_of(parameter))}
-    before = [(holder, holder.grad) for holder in holders.values()]
-    for holder, _ in before:
-        holder.grad = None
-    try:
-        yield
-    finally:
-        for holder, gradient in before:
-            holder.grad = gradient
-
-
-@contextmanager
-def _put_back(model: Any) -> Iterator[None]:
-    """Let the block run a model, whose buffers and random numbers are then what they were."""
-    reached = reach(model)
-    streams = Streams(reached.streams, stream_kinds())
-    before = [
-        (module, name, buffer, None if buffer is None else buffer.detach().clone())
-        for module in reached.modules
-        for name, buffer in module._buffers.items()
-    ]
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    try:
-        with torch.random.fork_rng(devices):
-            yield
-    finally:
-        streams.rewind()
-        for module, name, buffer, copied in before:
-            if copied is not None:
-                # Kernels write statistics without counting their versions up; so does this.
-                buffer.data.copy_(copied)
-            if module._buffers.get(name) is not buffer:
-                module._buffers[name] = buffer

@@ -25,10 +25,11 @@ from xmem.containers import leaves
 from xmem.deferred import settled
 from xmem.errors import CompositionError, XmemWarning
 from xmem.playing import Script
-from xmem.records import REST, TAIL, Mark, Recompute
+from xmem.records import TAIL, Mark, Recompute
+from xmem_torch.between import Between
 from xmem_torch.inputs import Inputs
-from xmem_torch.marks import Marks
-from xmem_torch.stages import StageCall, differentiated_inside
+from xmem_torch.marks import Marks, NoMarks
+from xmem_torch.stages import PlainCall, StageCall, differentiated_inside
 from xmem_torch.tensors import bytes_of
 from xmem_torch.values import Places, Value
 
@@ -42,24 +43,25 @@ class PlanRun:
         script: what is played.
         names: what errors call the stages.
         how: what is replayed.
-        marks: notes what operations take; None for none.
+        marks: notes what operations take.
     """
 
     def __init__(
-        self, script: Script, names: Sequence[str], how: Recompute, marks: Marks | None
+        self, script: Script, names: Sequence[str], how: Recompute, marks: Marks | NoMarks
     ) -> None:
         self.value_bytes: list[int] = []
         self.reads: list[tuple[int, int]] = []
         self.forwards = [0] * len(script)
+        self.differentiated = [False] * len(script)
+        self.holds = False
         self._script = script
         self._names = names
         self._how = how
         self._marks = marks
         again = [k for part in (*(s[1:] for s in script.sweep), *script.back) for k in part]
         self._rerun = {script.ops[k].index for k in again if script.ops[k].code in "NG"}
-        self._calls: list[StageCall] = []
-        self._values: dict[int, Value] = {}  # those that stand by themselves
-        self._outputs: dict[int, Value] = {}  # those that belong to what a stage keeps, by stage
+        self._calls: list[StageCall | PlainCall] = []
+        self._between = Between()
         self._places = Places()  # of the values that the model itself is given
         self._next = len(script) - 1  # the stage to be differentiated next
         self._task = -1
@@ -74,101 +76,106 @@ class PlanRun:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        """Run it under hooks on what it saves."""
+        """Run it under hooks on what it saves, if the plan does anything but keep it."""
         if stage != len(self._calls):
             raise CompositionError(
                 f"stage {self._names[stage]!r} is called as number {len(self._calls)} of its"
                 f" forward pass, and planned as number {stage}"
             )
         args, kwargs = settled(args), settled(kwargs)
-        inputs = Inputs(args, kwargs)
+        tensors = leaves((args, kwargs), torch.Tensor)
         if stage == 0:
-            self._begin(inputs.tensors)
-        self._note_reads(stage, inputs.tensors)
+            self._begin(tensors)
+        others = self._other_values(stage, tensors)
+        self.reads += [(j, stage) for j in others]
+        number, *following = self._script.sweep[stage]
+        keep = self._script.ops[number].code == "G"
+        if stage in self._script.undisturbed and not others:
+            self._calls.append(PlainCall(self._names[stage]))
+            with self._marks.around(number):
+                output = settled(function(*args, **kwargs))
+        else:
+            output = self._hooked(stage, function, args, kwargs, keep=keep)
+        self.forwards[stage] += 1
+        self._take_over(stage, leaves(output, torch.Tensor), keep=keep)
+        del args, kwargs, tensors  # what follows may drop them
+        for number in following:
+            self._do(number)
+        if stage == len(self._script) - 1:
+            self._marks.begin(TAIL)
+        return output
+
+    def _hooked(
+        self,
+        stage: int,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        keep: bool,
+    ) -> Any:
+        inputs = Inputs(args, kwargs)
         places, numbers = self._places, self._script.there[stage] | {stage}
         inputs.find(places, numbers, hold=stage in self._rerun)
         how = replace(self._how, name=self._names[stage])
         call = StageCall(stage, function, inputs, how)
         self._calls.append(call)
-        number, *following = self._script.sweep[stage]
-        keep = self._script.ops[number].code == "G"
-        output = call.first_pass(
-            args, kwargs, places, keep=keep, recall=self._recall, around=self._marked(number)
-        )
-        self.forwards[stage] += 1
-        self._take_over(stage, leaves(output, torch.Tensor), keep=keep)
-        del args, kwargs, inputs  # what follows may drop them
-        for number in following:
-            self._do(number)
-        if self._marks is not None and stage == len(self._script) - 1:
-            self._marks.begin(TAIL)
-        return output
+        around = self._marks.around(self._script.sweep[stage][0])
+        return call.first_pass(args, kwargs, places, keep=keep, recall=self._recall, around=around)
 
     def marks(self) -> list[Mark]:
-        """Return the marks."""
-        return [] if self._marks is None else list(self._marks.taken)
+        """Return the marks, empty ones of what did not run: a stage that no gradient comes to."""
+        return self._marks.complete()
 
     def _begin(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._values[0] = Value(tensors[:1])
+        self._between.put(0, Value(tensors[:1]))
         self._places.add(0, tensors[:1])
         self.value_bytes.append(bytes_of(tensors[:1]))
-        if self._marks is not None:
-            self._marks.head()
-            if tensors and tensors[0].grad_fn is not None:
-                tensors[0].grad_fn.register_prehook(lambda _: self._chain_ended())
+        self._marks.head()
+        if tensors and tensors[0].grad_fn is not None:
+            marks = self._marks
+            tensors[0].grad_fn.register_prehook(lambda _: marks.chain_ended())
 
-    def _note_reads(self, stage: int, tensors: Sequence[torch.Tensor]) -> None:
+    def _other_values(self, stage: int, tensors: Sequence[torch.Tensor]) -> list[int]:
+        """Return the values that a stage reads beside the one before it."""
         parts = [self._places.unchanged(tensor, range(1, stage + 1)) for tensor in tensors]
         numbers = dict.fromkeys(part.number for part in parts if part is not None)
-        self.reads += [(j, stage) for j in numbers if j != stage]
+        return [j for j in numbers if j != stage]
 
     def _take_over(self, stage: int, tensors: list[torch.Tensor], *, keep: bool) -> None:
         """Hold a stage's output as the plan says, and learn of its gradient."""
-        made = Value(tensors)
-        if keep:
-            self._outputs[stage] = made
-        else:
-            self._values[stage + 1] = made
+        self._between.put(stage + 1, Value(tensors), keep=keep)
         self.value_bytes.append(bytes_of(tensors))
         self._places.add(stage + 1, tensors)
+        self.holds = any(tensor.grad_fn is not None for tensor in tensors)
         for tensor in tensors:
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(lambda _: self._gradient_came(stage))
-
-    def _value(self, j: int) -> Value | None:
-        found = self._values.get(j)
-        return self._outputs.get(j - 1) if found is None else found
-
-    def _marked(self, number: int) -> AbstractContextManager[Any]:
-        return nullcontext() if self._marks is None else self._marks.around(number)
 
     # ------------------------------------------------------------------ operations
     def _do(self, number: int) -> None:
         """Do one operation that is no stage's first forward and no backward."""
         op = self._script.ops[number]
         if op.code == "Da":
-            self._values.pop(op.index, None)
+            self._between.drop([op.index])
         elif op.code == "Ds":
             self._drop_kept(op.index)
         elif op.code in "NG":
-            self._run_again(op.index, keep=op.code == "G", around=self._marked(number))
+            self._run_again(op.index, keep=op.code == "G", around=self._marks.around(number))
 
     def _run_again(self, stage: int, *, keep: bool, around: AbstractContextManager[Any]) -> None:
         call = self._calls[stage]
         values = {j: self._held(j) for j in call.reads}
         made = call.second_pass(values, keep=keep, around=around)
         self.forwards[stage] += 1
-        if keep:
-            self._outputs[stage] = made
-        else:
-            self._values[stage + 1] = made
+        self._between.put(stage + 1, made, keep=keep)
 
     def _held(self, j: int) -> Value:
         """Return a value, which is computed from the nearest one that is held if it is not."""
-        value = self._value(j)
+        value = self._between.get(j)
         if value is not None:
             return value
-        nearest = max((k for k in range(j) if self._value(k) is not None), default=-1)
+        nearest = self._between.nearest(j)
         if nearest < 0:
             raise CompositionError(
                 f"{self._names[j]!r} is differentiated a second time, and its plan has given up all"
@@ -179,18 +186,20 @@ class PlanRun:
             self._run_again(stage, keep=False, around=nullcontext())
             made.add(stage + 1)
             later = {k for call in self._calls[stage + 1 : j] for k in call.reads} | {j}
-            for k in made - later:
-                del self._values[k]
+            self._between.drop(made - later)
             made &= later
-        return self._values[j]
+        value = self._between.get(j)
+        assert value is not None
+        return value
 
     def _drop_kept(self, stage: int) -> None:
         self._calls[stage].kept = None
-        self._outputs.pop(stage, None)
+        self._between.drop_output(stage)
 
     # ------------------------------------------------------------------ backward
     def _gradient_came(self, stage: int) -> None:
         """Do what comes before the backward of a stage, whose output's gradient is complete."""
+        self.differentiated[stage] = True
         self._watch_end()
         if stage > self._next:
             return  # once more, through another of its outputs or in a second backward
@@ -199,16 +208,15 @@ class PlanRun:
             self._check_sweep()
         for k in range(last, stage - 1, -1):
             self._finish(k + 1)
-            if k == last and self._marks is not None:
+            if k == last:
                 self._marks.end()
             for number in () if self._cut_short else self._script.back[k]:
                 self._do(number)
         if self._calls[stage].kept is None:
             self._run_again(stage, keep=True, around=nullcontext())
-        if self._marks is not None:
-            self._marks.begin(self._script.backward[stage])
+        self._marks.begin(self._script.backward[stage])
         if not self._retains(stage):
-            self._outputs.pop(stage, None)
+            self._between.drop_output(stage)
 
     def _check_sweep(self) -> None:
         called, planned = len(self._calls), len(self._script)
@@ -235,18 +243,19 @@ class PlanRun:
         if not _graph_is_kept():
             self._calls[stage].release()
         if self._cut_short:
-            self._values.pop(stage + 1, None)
+            self._between.drop([stage + 1])
 
     def _recall(self, saved: tuple[int, int]) -> torch.Tensor:
         """Return a saved tensor to the engine."""
         stage, index = saved
         call = self._calls[stage]
+        assert isinstance(call, StageCall)
         inside = torch._C._current_graph_task_id() != -1
         if call.running:
             if not call.there(index):
                 raise differentiated_inside(call.name)
             number = call.value_of(index)
-            value = None if number is None else self._value(number)
+            value = None if number is None else self._between.get(number)
             return call.take(index, value, give_up=False)
         if inside:
             self._gradient_came(stage)
@@ -261,11 +270,11 @@ class PlanRun:
         for k, call in enumerate(self._calls[stage + 1 :], stage + 1):
             if not self._retains(k):
                 call.kept = None
-                self._outputs.pop(k, None)
-            self._values.pop(k, None)
+                self._between.drop_output(k)
+            self._between.drop([k])
         self._run_again(stage, keep=True, around=nullcontext())
         if not self._retains(stage):
-            self._outputs.pop(stage, None)
+            self._between.drop_output(stage)
 
     def _watch_end(self) -> None:
         """Learn of the end of the backward that is under way."""
@@ -274,19 +283,13 @@ class PlanRun:
             self._task, self._graph_kept = task, _graph_is_kept()
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
 
-    def _chain_ended(self) -> None:
-        if self._marks is not None and self._marks.open == self._script.backward[0]:
-            self._marks.end()
-            self._marks.begin(REST)
-
     def _backward_ended(self) -> None:
         self._task = -1
-        self._chain_ended()  # if it does not begin with a gradient's node
+        self._marks.chain_ended()  # if it does not begin with a gradient's node
         if self._next < 0 and not self._graph_kept:
             for call in self._calls:
                 call.release()
-            self._values.clear()
-            self._outputs.clear()
+            self._between.clear()
 
 
 def _graph_is_kept() -> bool:

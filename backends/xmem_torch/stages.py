@@ -21,6 +21,7 @@ from xmem.containers import leaves
 from xmem.deferred import settled
 from xmem.errors import CompositionError
 from xmem.mismatch import differs, mismatch
+from xmem.playing import playing_again
 from xmem.records import Recompute
 from xmem_torch import left
 from xmem_torch.generators import Generators
@@ -160,6 +161,7 @@ class StageCall:
                     stack.enter_context(torch.autocast(device, dtype, enabled))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(casts_not_cached())
+            stack.enter_context(playing_again())
             stack.enter_context(self._surroundings.restored())
             if self._random is not None:
                 stack.enter_context(self._random.replayed())
@@ -240,6 +242,37 @@ class StageCall:
         if values is not None and differs(values, self._surroundings.sampled(tensor)):
             what = f"saved tensor {index} ({shown(shape, dtype)}) has other values"
             raise mismatch(self.name, what, self._surroundings.cause("randomness"))
+
+
+class PlainCall:
+    """A call of a stage that runs once and keeps everything: PyTorch's own graph does.
+
+    Args:
+        name: what errors call it.
+
+    Attributes:
+        reads: nothing: it is not run again.
+        kept: not None until it has been differentiated.
+    """
+
+    reads: tuple[int, ...] = ()
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.kept: list[Any] | None = []
+
+    def second_pass(
+        self, values: Mapping[int, Value], *, keep: bool, around: AbstractContextManager[Any]
+    ) -> Value:
+        """Refuse: only a second backward can ask for it."""
+        raise CompositionError(
+            f"{self.name!r} is differentiated a second time, and its graph has been given up. Call"
+            " backward with retain_graph=True the first time."
+        )
+
+    def release(self) -> None:
+        """Give up what is not held anyway."""
+        self.kept = None
 
 
 def differentiated_inside(name: str) -> CompositionError:

@@ -59,9 +59,39 @@ def sample(tensor: torch.Tensor) -> Any:
         return flat[:: sample_step(flat.numel())].double().cpu().resolve_neg().numpy()
 
 
+def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the strided tensors that a tensor consists of: indices and values of a sparse one."""
+    names = _PARTS.get(tensor.layout)
+    if names is None:
+        return [tensor]
+    return [getattr(tensor, name)() for name in names]
+
+
+_COMPRESSED_ROWS = ("crow_indices", "col_indices", "values")
+_COMPRESSED_COLUMNS = ("ccol_indices", "row_indices", "values")
+_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),  # without underscores, of a coalesced one only
+    torch.sparse_csr: _COMPRESSED_ROWS,
+    torch.sparse_bsr: _COMPRESSED_ROWS,
+    torch.sparse_csc: _COMPRESSED_COLUMNS,
+    torch.sparse_bsc: _COMPRESSED_COLUMNS,
+    torch.jagged: ("values", "offsets"),
+}
+
+
+def size_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor's elements, and of the indices of a sparse one."""
+    return sum(_nbytes(part) for part in parts_of(tensor))
+
+
 def bytes_of(tensors: Sequence[torch.Tensor]) -> int:
     """Return the bytes of the distinct storages behind tensors."""
-    storages = [t.untyped_storage() for t in tensors if t.layout is torch.strided]
+    parts = [part for tensor in tensors for part in parts_of(tensor)]
+    storages = [part.untyped_storage() for part in parts if part.layout is torch.strided]
     sizes = {storage._cdata: storage.nbytes() for storage in storages}
-    others = [t.nbytes for t in tensors if t.layout is not torch.strided]
+    others = [_nbytes(part) for part in parts if part.layout is not torch.strided]
     return sum(sizes.values()) + sum(others)
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return int(tensor.numel() * tensor.element_size())  # nbytes is not known of every layout

@@ -1,11 +1,12 @@
 """A model's forward, taken apart into stages by tracing (torch.fx, PyTorch 2.13).
 
 `graphs.py` traces, `cuts.py` cuts. A forward that takes another path for other arguments (a mask
-or none), or in another training mode, is traced again for them; it must have the same stages.
+or none), in another training mode, or with other modules in the places of those that were there, is
+traced again; it must have the same stages.
 
-Limits: hooks that are put later on the modules that were traced into (the model's own aside), and
-modules exchanged later, are not seen. Where several stages read views of one tensor, gradients may
-be added up in another order.
+Limits: hooks that are put later on the modules that were traced into (the model's own aside) are
+not seen, nor are modules exchanged later that are no submodules. Where several stages read views of
+one tensor, gradients may be added up in another order.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from xmem.errors import CompositionError
 from xmem_torch.cuts import Cut, cut
 from xmem_torch.graphs import REFUSALS, Traced, opens, signature_of, trace
 from xmem_torch.nodes import Kinds
-from xmem_torch.pieces import Program
+from xmem_torch.pieces import Program, Submodules
 
 _FOREIGN = ("torch.nn.parallel", "torch.distributed", "torch._dynamo", "torch.jit")
 _VARIANTS = 16
@@ -88,8 +89,9 @@ class TracedStages:
             CompositionError: there is none with the same stages.
         """
         known = self._variants.get(_key(constants, extra))
-        if known is not None and known.modes == [m.training for m in known.opened]:
+        if known is not None and known.fits():
             return known
+        self._variants = {k: v for k, v in self._variants.items() if v.modules.unchanged()}
         name = type(self.module).__name__
         try:
             variant = _Variant(self.module, constants, extra)
@@ -102,9 +104,9 @@ class TracedStages:
         if variant.names != self.names:
             differing = sorted({*variant.names} ^ {*self.names})
             raise CompositionError(
-                f"the forward of {name} takes another path with these arguments or in this"
-                f" training mode: stages {differing} are in one of the two only. Call it as it"
-                " was planned, or make a plan for this."
+                f"the forward of {name} takes another path with these arguments, in this training"
+                f" mode or with these modules: stages {differing} are in one of the two only. Call"
+                " it as it was planned, or make a plan for this."
             )
         self.remember(variant)
         return variant
@@ -202,8 +204,9 @@ class _Variant:
         self.key = _key(constants, extra)
         traced = trace(module, constants, extra)
         found = cut(traced, module)
-        self.opened = traced.opened
-        self.modes = [m.training for m in self.opened]
+        self._opened = traced.opened
+        self._modes = [m.training for m in self._opened]
+        self.modules = Submodules(module, traced)
         self._template = traced.template
         self._inputs = traced.inputs
         self._actions, stages = _actions(module, traced, found)
@@ -212,6 +215,10 @@ class _Variant:
         for at, (program, *_) in enumerate(self._actions):
             last.update((node, at) for node in program.reads)
         self._last = last
+
+    def fits(self) -> bool:
+        """Say whether the model is as it was traced: its training mode, and its modules."""
+        return self._modes == [m.training for m in self._opened] and self.modules.unchanged()
 
     def run(self, inputs: Mapping[str, Any], call: Call) -> Any:
         """Run the forward."""

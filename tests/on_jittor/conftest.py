@@ -38,3 +38,15 @@ def _in_use(request):
     backend.measure.set_limit(None)
     gc.collect()
     jt.sync_all(True)
+
+
+@pytest.fixture(params=["every", "mixed"])
+def ops(request):
+    """Return a schedule of four stages."""
+    from plan_runs import PLANS, unit_chain
+
+    from xmem.planner import parse_ops, simulate
+
+    found = parse_ops(PLANS[request.param])
+    simulate(unit_chain(4), found)
+    return found

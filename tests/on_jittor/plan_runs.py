@@ -1,11 +1,20 @@
 """Models of stages that schedules are played on, and schedules of every kind."""
 
+import gc
+
 import numpy as np
+from chain import gradients
 
 from xmem.planner import Chain, Op, Option, Stage, simulate
 from xmem.planner.simulation import World
 from xmem.playing import script
 from xmem.records import HEAD, TAIL, Recompute
+
+PLANS = {
+    "every": "N0 N1 N2 N3 L Da4 G3.0 B3 Da3 G2.0 B2 Da2 G1.0 B1 Da1 G0.0 B0",
+    # Keeps stage 1 and drops it again, keeps stage 2 without its input, runs stage 0 three times.
+    "mixed": "N0 G1.0 Da1 G2.0 Ds1 G3.0 L B3 N0 N1 B2 Da2 G1.0 B1 Da1 G0.0 B0",
+}
 
 
 def every(n):
@@ -115,6 +124,13 @@ def planned(plans, stages, *, head=None, tail=None, skips=None):
             return values[-1]
 
     return Planned()
+
+
+def linear(depth=5, width=24):
+    """Return stages, all alike."""
+    from jittor import nn
+
+    return [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(depth)]
 
 
 def mixed(n, *, batch=32):
@@ -237,3 +253,31 @@ def peaks_in_marks(run, loss_bytes):
 def begun_in_marks(run, loss_bytes):
     """Return what was allocated when each operation began, counted as the model counts."""
     return _above_base(run, "before_bytes", loss_bytes)
+
+
+def both(model, ops, x, targets, loss=loss_of):
+    """Return gradients of a plain run and of a planned one; both draw the same numbers."""
+    import jittor as jt
+
+    found = []
+    for schedule in (None, ops):
+        jt.set_global_seed(5)
+        model.ops = schedule
+        found.append(gradients(loss(model, x), targets))
+    return found
+
+
+def live(backend):
+    import jittor as jt
+
+    gc.collect()
+    jt.sync_all(True)
+    counted = jt.liveness_info()
+    return backend.measure.counters().allocated_bytes, counted["hold_vars"], counted["lived_ops"]
+
+
+def opened(backend, stages, ops):
+    model = planned(backend.plans, stages)
+    model.ops = ops
+    names = [f"stage{i}" for i in range(len(stages))]
+    return backend.plans.open(script(ops, len(stages)), names, Recompute(), traced=False)

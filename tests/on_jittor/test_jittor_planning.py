@@ -1,5 +1,8 @@
 """Training within a budget, from the profile to trained models, as users write it."""
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 
@@ -74,6 +77,12 @@ def without_dropout(model):
         block.drop.is_train = False
 
 
+def assert_same(found, expected):
+    assert found[0] == pytest.approx(expected[0], rel=1e-5)
+    for name, value in expected[1].items():
+        np.testing.assert_allclose(found[1][name], value, rtol=1e-3, atol=1e-5, err_msg=name)
+
+
 def test_a_planned_model_learns_the_same():
     plain, batch = made()
     without_dropout(plain)
@@ -83,10 +92,58 @@ def test_a_planned_model_learns_the_same():
     assert plan.overhead > 0
     receipt = plan.apply(model)
     assert receipt.applied_to == LAYERS
-    found, expected = trained(model, batch), trained(plain, batch)
-    assert found[0] == pytest.approx(expected[0], rel=1e-5)
-    for name, value in expected[1].items():
-        np.testing.assert_allclose(found[1][name], value, rtol=1e-3, atol=1e-5, err_msg=name)
+    assert_same(trained(model, batch), trained(plain, batch))
+
+
+def copies(model, way):
+    """Return a copy; those of Jittor 1.3.11 ask for gradients of running statistics, too."""
+    found = copy.deepcopy(model) if way == "deepcopy" else pickle.loads(pickle.dumps(model))
+    for own, p in zip(found.parameters(), model.parameters(), strict=True):
+        if p.is_stop_grad():
+            own.stop_grad()
+    return found
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+@pytest.mark.parametrize("how", ["planned", "checkpointed"])
+def test_a_copy_and_a_pickle_train_the_same(how, way):
+    model, batch = made()
+    without_dropout(model)
+    plain = copies(model, way)
+    if how == "planned":
+        receipt = xmem.plan(model, batch, loss_fn, budget=0.5).apply(model)
+    else:
+        receipt = xmem.apply_checkpointing(model, "every")
+    twin = copies(model, way)
+    before = state(model)
+    peak = jittor_backend.plans.step(twin, batch, loss_fn).peak_bytes
+    assert peak < jittor_backend.plans.step(plain, batch, loss_fn).peak_bytes
+    found = trained(twin, batch)
+    assert all(np.array_equal(value, before[name]) for name, value in state(model).items())
+    expected = trained(plain, batch)
+    for other in (found, trained(copies(model, way), batch), trained(model, batch)):
+        assert_same(other, expected)
+    receipt.undo()
+    assert all("execute" not in vars(block) for block in model.blocks)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.3, 0.6, 1.0])
+@pytest.mark.parametrize("first", ["linear", "block"])
+def test_plans_are_exact_where_the_first_stage_reads_the_batch(first, share):
+    """The batch of `jt.array` asks for gradients, and nobody for its."""
+    from xmem.planning import least_bytes, whole_bytes
+
+    jt.set_global_seed(0)
+    made_of = [nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))]
+    model = nn.Sequential(*([nn.Linear(32, 32)] if first == "linear" else []), *made_of)
+    for _ in range(3):
+        model.append(copy.deepcopy(made_of[0]))
+    batch = jt.array(np.random.default_rng(0).standard_normal((256, 32)).astype("float32"))
+    profile = xmem.profile(model, batch, lambda model, x: (model(x) ** 2).mean(), repeats=1)
+    assert all(stage.options[0].kept_bytes for stage in profile.stages[:-1])
+    least, whole = least_bytes(profile), whole_bytes(profile)
+    plan = xmem.plan(profile, budget=int(least + share * (whole - least)))
+    assert plan.verified.error == 0
 
 
 def test_profiling_and_planning_leave_no_trace():

@@ -1,13 +1,12 @@
-"""Schedules played on Jittor: gradients, forward counts, bytes, and what a run leaves behind."""
+"""Schedules of every kind, played on Jittor: gradients, forward counts, bytes and marks."""
 
-import gc
 import itertools
 import random
 import statistics
 
 import numpy as np
 import pytest
-from chain import error, gradients, learnt, normal, trained
+from chain import normal
 from plan_runs import (
     begun_in_marks,
     counts,
@@ -15,6 +14,7 @@ from plan_runs import (
     drawn,
     every,
     keeping_all,
+    linear,
     loss_of,
     measured_peak,
     mixed,
@@ -23,25 +23,16 @@ from plan_runs import (
     planned,
     profiled,
     stays,
-    unit_chain,
     with_tail,
 )
 
-import xmem
 from xmem.errors import CompositionError
 from xmem.planner import least_budget_bytes, parse_ops, simulate, solve
-from xmem.records import HEAD, REST, TAIL, Recompute
+from xmem.records import HEAD, REST, TAIL
 
 # Jittor adds up in a single float32 on a CPU, and fuses sums of convolutions and of BatchNorm one
 # way where they feed running statistics and another way where they are made again.
 ROUNDING = 5e-6
-
-
-def linear(depth=5, width=24):
-    """Return stages, all alike."""
-    from jittor import nn
-
-    return [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(depth)]
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +54,6 @@ def chains(backend):
     return found
 
 
-# ---------------------------------------------------------------------- schedules of every kind
 @pytest.mark.parametrize("n", [4, 6, 8])
 def test_any_schedule_gives_the_gradients_of_a_plain_step_and_runs_what_it_says(backend, chains, n):
     model, x, chain, plain = chains[n]
@@ -198,381 +188,3 @@ def test_gradients_of_what_comes_before_and_after_the_chain_are_counted_apart(ba
     assert step.gradient_bytes == layer + norm + 4 * layer
     grown = marks[first_back].before_bytes - marks[TAIL].before_bytes
     assert grown >= layer + norm, "gradients of the tail are there when its gradient is"
-
-
-# ---------------------------------------------------------------------- what must work
-PLANS = {
-    "every": "N0 N1 N2 N3 L Da4 G3.0 B3 Da3 G2.0 B2 Da2 G1.0 B1 Da1 G0.0 B0",
-    # Keeps stage 1 and drops it again, keeps stage 2 without its input, runs stage 0 three times.
-    "mixed": "N0 G1.0 Da1 G2.0 Ds1 G3.0 L B3 N0 N1 B2 Da2 G1.0 B1 Da1 G0.0 B0",
-}
-
-
-@pytest.fixture(params=list(PLANS))
-def ops(request):
-    simulate(unit_chain(4), PLANS[request.param])
-    return parse_ops(PLANS[request.param])
-
-
-def both(model, ops, x, targets, loss=loss_of):
-    """Return gradients of a plain run and of a planned one; both draw the same numbers."""
-    import jittor as jt
-
-    found = []
-    for schedule in (None, ops):
-        jt.set_global_seed(5)
-        model.ops = schedule
-        found.append(gradients(loss(model, x), targets))
-    return found
-
-
-@pytest.mark.parametrize("wanted", [True, False])
-def test_the_batch_gets_its_gradient_where_it_asks_for_one(backend, ops, wanted):
-    model, x = planned(backend.plans, linear(4)), learnt(8, 24)
-    if not wanted:
-        x.stop_grad()
-    plain, found = both(model, ops, x, [*trained(model), *([x] if wanted else [])])
-    assert error(found, plain) <= 1e-6
-
-
-def test_integers_come_first_and_parameters_are_frozen(backend, ops):
-    import jittor as jt
-    from jittor import nn
-
-    stages = [nn.Embedding(11, 24), *linear(3)]
-    for p in stages[1].parameters():
-        p.stop_grad()
-    model, x = planned(backend.plans, stages), jt.array(np.arange(8, dtype=np.int32) % 11)
-    plain, found = both(model, ops, x, trained(model))
-    assert len(plain) == 5
-    assert error(found, plain) <= 1e-6
-    stages[0].weight.stop_grad()
-    plain, found = both(model, ops, x, trained(model))
-    assert error(found, plain) <= 1e-6
-
-
-def test_dropout_draws_the_same_again(backend, ops):
-    from jittor import nn
-
-    stages = linear(4)
-    stages[1], stages[3] = nn.Dropout(0.5, is_train=True), nn.Dropout(0.2, is_train=True)
-    model, x = planned(backend.plans, stages), normal(8, 24)
-    plain = backend.plans.step(model, x, loss_of, gradients=True)
-    model.ops = keeping_all(4)
-    first = backend.plans.step(model, x, loss_of, gradients=True)
-    model.ops = ops
-    second = backend.plans.step(model, x, loss_of, gradients=True)
-    assert max(distances(second.gradients, first.gradients).values()) == 0
-    assert max(distances(second.gradients, plain.gradients).values()) <= 1e-6
-
-
-def test_running_statistics_are_updated_once(backend, ops):
-    from jittor import nn
-
-    means = []
-    for schedule in (None, ops):
-        stages = linear(4)
-        stages[2] = nn.BatchNorm1d(24)
-        for k, p in enumerate(p for stage in stages for p in stage.parameters()):
-            p.assign(
-                ((p * 0 + 1 + k) / 50 + p * 0).stop_grad() if p.is_stop_grad() else p * 0 + 0.1
-            )
-        model = planned(backend.plans, stages)
-        model.ops = schedule
-        x = normal(8, 24) * 0 + np.linspace(0, 1, 8 * 24, dtype=np.float32).reshape(8, 24)
-        for _ in range(3):
-            gradients(loss_of(model, x), trained(model))
-        means.append([stages[2].running_mean.numpy(), stages[2].running_var.numpy()])
-    assert error(means[1], means[0]) <= 1e-6
-    assert not np.array_equal(means[1][0], np.zeros(24))
-
-
-def test_under_autocast(backend, ops):
-    model, x = planned(backend.plans, linear(4)), normal(8, 24)
-
-    def loss(model, x):
-        with xmem.autocast():
-            y = model(x)
-        return (y.float32() ** 2).mean()
-
-    plain, found = both(model, ops, x, trained(model), loss)
-    assert error(found, plain) <= 2e-3
-
-
-def test_gradients_are_added_up_over_micro_batches(backend, ops):
-    import jittor as jt
-
-    model = planned(backend.plans, linear(4))
-    batches = [normal(8, 24) for _ in range(3)]
-    found = []
-    for schedule in (None, ops):
-        model.ops = schedule
-        optimizer = jt.optim.SGD(trained(model), 0.1)
-        for x in batches:
-            optimizer.backward(loss_of(model, x))
-        found.append([g.numpy() for g in optimizer.param_groups[0]["grads"]])
-    assert error(found[1], found[0]) <= 1e-6
-
-
-def test_two_runs_are_differentiated_together(backend, ops):
-    model, x, y = planned(backend.plans, linear(4)), learnt(8, 24), learnt(8, 24)
-
-    def loss(model, x):
-        return loss_of(model, x) + loss_of(model, y) * 2
-
-    plain, found = both(model, ops, x, [*trained(model), x, y], loss)
-    assert error(found, plain) <= 1e-6
-
-
-def test_two_traced_runs_of_a_step_note_marks_of_their_own(backend, ops):
-    model, x = planned(backend.plans, linear(4)), normal(8, 24)
-    model.ops, model.traced = ops, True
-    runs = []
-
-    def loss(model, x):
-        first = loss_of(model, x)
-        runs.append(model.run)
-        return first + loss_of(model, x * 2)
-
-    step = backend.plans.step(model, x, loss)
-    for run in (runs[0], model.run):
-        marks = run.marks()
-        assert [m.op for m in marks][0 :: len(marks) - 1] == [HEAD, REST]
-        assert max(m.peak_bytes for m in marks) == step.peak_bytes
-
-
-def test_weights_that_are_used_twice_get_one_gradient(backend, ops):
-    from jittor import nn
-
-    shared = nn.Sequential(nn.Linear(24, 24), nn.GELU())
-    stages = [shared, *linear(2), shared]
-    stages[1][0].weight = stages[2][0].weight
-    tail = nn.Linear(24, 24)
-    tail.weight = shared[0].weight
-    model, x = planned(backend.plans, stages, tail=tail), learnt(8, 24)
-    targets = list({p.var_ptr: p for p in trained(model)}.values())
-    plain, found = both(model, ops, x, [*targets, x])
-    assert error(found, plain) <= 1e-6
-
-
-def test_a_stage_may_read_the_outputs_of_earlier_ones(backend, ops):
-    from jittor import nn
-
-    class Joined(nn.Module):
-        def __init__(self):
-            self.layer = nn.Linear(24, 24)
-
-        def execute(self, x, skip):
-            return nn.gelu(self.layer(x)) * skip
-
-    stages = [*linear(2), Joined(), Joined()]
-    model = planned(backend.plans, stages, skips={2: 1, 3: 2})
-    x = learnt(8, 24)
-    plain, found = both(model, ops, x, [*trained(model), x])
-    assert error(found, plain) <= 1e-6
-    assert model.run.reads == [(1, 2), (2, 3)]
-    model = planned(backend.plans, [*linear(3), Joined()], skips={3: 0})
-    plain, found = both(model, ops, x, [*trained(model), x])
-    assert error(found, plain) <= 1e-6
-    assert model.run.reads == []
-
-
-def test_other_tensors_of_a_stage_get_their_gradients(backend, ops):
-    from jittor import nn
-
-    x, scale, closed = learnt(8, 24), learnt(8, 24), learnt(24)
-    layer = nn.Linear(24, 24)
-
-    class Scaled(nn.Module):
-        def execute(self, x):
-            return nn.gelu(layer(x)) * closed * self.scale
-
-    first, last = Scaled(), Scaled()
-    model = planned(backend.plans, [first, *linear(2), last])
-
-    def loss(model, x):
-        first.scale = last.scale = scale * 2
-        return loss_of(model, x)
-
-    plain, found = both(model, ops, x, [*trained(layer), *trained(model), x, scale, closed], loss)
-    assert error(found, plain) <= 1e-6
-
-
-def test_values_may_be_looked_at(backend, ops):
-    model, x = planned(backend.plans, linear(4)), learnt(8, 24)
-    model.seen = []
-    plain, found = both(model, ops, x, [*trained(model), x])
-    assert error(found, plain) <= 1e-6
-    assert model.seen[:4] == pytest.approx(model.seen[4:], rel=1e-5)
-
-
-def test_a_stage_may_have_checkpointed_regions_inside(backend, ops):
-    from jittor import nn
-
-    class Regions(nn.Module):
-        def __init__(self, first, second):
-            self.first, self.second = first, second
-
-        def execute(self, x):
-            return xmem.checkpoint(self.second, xmem.checkpoint(self.first, x))
-
-    model, x = planned(backend.plans, [Regions(*linear(2)) for _ in range(4)]), learnt(8, 24)
-    plain, found = both(model, ops, x, [*trained(model), x])
-    assert error(found, plain) <= 1e-6
-
-
-def test_a_plan_may_replay_nothing_and_check_values(backend, ops):
-    model, x = planned(backend.plans, linear(4)), learnt(8, 24)
-    for how in (Recompute(preserve_rng=False), Recompute(check_values=True)):
-        model.how = how
-        plain, found = both(model, ops, x, [*trained(model), x])
-        assert error(found, plain) <= 1e-6
-
-
-def live(backend):
-    import jittor as jt
-
-    gc.collect()
-    jt.sync_all(True)
-    counted = jt.liveness_info()
-    return backend.measure.counters().allocated_bytes, counted["hold_vars"], counted["lived_ops"]
-
-
-@pytest.mark.parametrize("traced", [False, True])
-def test_a_hundred_steps_leave_nothing(backend, ops, traced):
-    import jittor as jt
-    from jittor import nn
-
-    stages = linear(4)
-    stages[1] = nn.Sequential(nn.BatchNorm1d(24), nn.Dropout(0.2, is_train=True))
-    model, x = planned(backend.plans, stages), normal(16, 24)
-    model.ops, model.traced = ops, traced
-    optimizer = jt.optim.Adam(trained(model), 1e-3)
-    seen = []
-    for step in range(103):
-        optimizer.step(loss_of(model, x))
-        if step % 10 == 0:
-            model(x)  # and no backward
-        if step in (2, 102):
-            model.run = None
-            seen.append(live(backend))
-    assert seen[0] == seen[1]
-
-
-def test_a_step_aside_leaves_no_trace(backend, ops):
-    import jittor as jt
-    from jittor import nn
-
-    stages = linear(4)
-    stages[1] = nn.Sequential(nn.BatchNorm1d(24), nn.Dropout(0.2, is_train=True))
-    model, x = planned(backend.plans, stages), normal(16, 24)
-    model.ops = ops
-
-    def loss(model, x):
-        random.random()
-        return loss_of(model, x) + float(np.random.rand()) * 0
-
-    backend.plans.step(model, x, loss)
-    before = [p.numpy().copy() for p in model.parameters()], live(backend)
-    random.seed(3)
-    np.random.seed(3)
-    jt.set_global_seed(3)
-    first = backend.plans.step(model, x, loss, gradients=True)
-    second = backend.plans.step(model, x, loss, gradients=True)
-    drawn_after = random.random(), np.random.rand()
-    random.seed(3)
-    np.random.seed(3)
-    jt.set_global_seed(3)
-    assert drawn_after == (random.random(), np.random.rand())
-    assert first.loss == second.loss
-    assert max(distances(first.gradients, second.gradients).values()) == 0
-    assert error([p.numpy() for p in model.parameters()], before[0]) == 0
-    assert live(backend) == before[1]
-    assert first.gradient_bytes == sum(p.nbytes for p in trained(model))
-    assert first.peak_bytes > first.before_bytes
-
-
-# ---------------------------------------------------------------------- what is refused
-def opened(backend, stages, ops):
-    model = planned(backend.plans, stages)
-    model.ops = ops
-    from xmem.playing import script
-
-    names = [f"stage{i}" for i in range(len(stages))]
-    return backend.plans.open(script(ops, len(stages)), names, Recompute(), traced=False)
-
-
-def test_an_output_that_something_else_reads_is_named(backend, ops):
-    stages, x = linear(4), normal(8, 24)
-    run = opened(backend, stages, ops)
-    values = [x]
-    for i, stage in enumerate(stages):
-        values.append(run.first(i, stage, (values[-1],), {}))
-    with pytest.raises(CompositionError, match=r"'stage1' is read by something else"):
-        gradients((values[-1] ** 2).mean() + values[2].mean(), trained(stages[0]))
-
-
-def test_a_value_that_is_changed_between_stages_is_named(backend, ops):
-    stages, x = linear(4), normal(8, 24)
-    run = opened(backend, stages, ops)
-    for i, stage in enumerate(stages):
-        x = run.first(i, stage, (x * 2 if i == 2 else x,), {})
-    with pytest.raises(CompositionError, match=r"'stage1' is read by something else"):
-        gradients((x**2).mean(), trained(stages[0]))
-
-
-def test_a_forward_that_leaves_early_is_told_so(backend, ops):
-    stages, x = linear(4), normal(8, 24)
-    run = opened(backend, stages, ops)
-    for i, stage in enumerate(stages[:2]):
-        x = run.first(i, stage, (x,), {})
-    with pytest.raises(CompositionError, match=r"left the plan early: 2 of 4 stages.*'stage1'"):
-        gradients((x**2).mean(), trained(stages[0]))
-
-
-def test_stages_are_called_in_order_with_one_tensor_out(backend, ops):
-    from jittor import nn
-
-    class Pair(nn.Module):
-        def execute(self, x):
-            return x, x * 2
-
-    stages, x = linear(4), normal(8, 24)
-    with pytest.raises(CompositionError, match=r"'stage1' is called out of order: stage 'stage0'"):
-        opened(backend, stages, ops).first(1, stages[1], (x,), {})
-    with pytest.raises(CompositionError, match=r"'stage0' takes no tensor"):
-        opened(backend, stages, ops).first(0, stages[0], (3,), {})
-    with pytest.raises(CompositionError, match=r"'stage0' returns 2 tensors"):
-        opened(backend, [Pair(), *stages[1:]], ops).first(0, Pair(), (x,), {})
-
-
-def test_gradients_come_once_and_are_not_differentiated(backend, ops):
-    import jittor as jt
-
-    model, x = planned(backend.plans, linear(4)), learnt(8, 24)
-    model.ops = ops
-    loss = loss_of(model, x)
-    jt.grad(loss, [x], retain_graph=True)
-    with pytest.raises(CompositionError, match="asked for twice"):
-        jt.grad(loss, [x], retain_graph=True)
-    loss = loss_of(model, x)
-    [found] = jt.grad(loss, [x], retain_graph=True)
-    with pytest.raises(CompositionError, match="second derivatives"):
-        jt.grad((found**2).sum(), [x], retain_graph=True)
-
-
-# ---------------------------------------------------------------------- small things
-def test_tensors_are_found_and_their_bytes_counted(backend):
-    import jittor as jt
-
-    plans = backend.plans
-    x = normal(8, 4).sync()
-    y = x * 2
-    assert plans.tensors({"a": [x, 3], "b": (y,)}) == [x, y]
-    assert plans.bytes_of([x, x, x.reshape((4, 8)).sync()]) == 128
-    assert plans.bytes_of([x, y, y]) == 256
-    assert plans.recording()
-    with jt.no_grad():
-        assert not plans.recording()
-    assert plans.traced(object()) is None
-    assert plans.gaps["tracing"]

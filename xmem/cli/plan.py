@@ -53,6 +53,12 @@ if TYPE_CHECKING:
     metavar="FILE",
     help="Where its pictures go, one HTML file. Default: beside the plan.",
 )
+@click.option(
+    "--compare/--no-compare",
+    default=True,
+    show_default=True,
+    help="Also run plain steps for the plan's cost in time; they keep everything.",
+)
 def command(
     *,
     workload_name: str,
@@ -63,6 +69,7 @@ def command(
     stages: str,
     path: Path | None,
     picture: Path | None,
+    compare: bool,
 ) -> None:
     """Plan a workload for a budget, and run a step to see that it keeps to it.
 
@@ -72,35 +79,34 @@ def command(
     from xmem.cli.output import print_table
     from xmem.cli.selection import check_names, choose_backends
     from xmem.report.plan_plots import plan_table, write_pictures
+    from xmem.sizes import parse_size
 
     asked = _budget(budget)
+    if isinstance(asked, str) and not asked.endswith("%"):
+        parse_size(asked)  # refuses it before anything runs
+    if picture is None and path is not None:
+        picture = path.with_suffix(".html")
+    if picture is not None and picture == path:
+        raise click.BadParameter(f"{path} cannot be both the plan and its picture")
     check_names([workload_name], [], preset, device)
     name = choose_backends([backend_name] if backend_name else [])[0][0].name
-    profile, plan, instants = _planned(name, device, workload_name, preset, stages, asked)
+    profile, plan, instants = _planned(name, device, workload_name, preset, stages, asked, compare)
     print_table(plan_table(plan))
     click.echo(f"\n{plan}")
     if path is not None:
         plan.write(path)
         click.echo(f"\nwrote {path}")
-    if picture is None and path is not None:
-        picture = path.with_suffix(".html")
     if picture is not None:
         write_pictures(profile, plan, picture, instants)
         click.echo(f"wrote {picture}")
 
 
-def _budget(text: str) -> int | float:
-    """Return bytes, or a share as a float."""
-    from xmem.sizes import parse_size
-
-    share = text.removesuffix("%")
+def _budget(text: str) -> float | str:
+    """Return a budget as `xmem.plan` takes it; a number with a point is a share."""
     try:
-        number = float(share)
+        return float(text) if "." in text else text
     except ValueError:
-        return parse_size(text)
-    if share != text:
-        return number / 100
-    return number if number <= 1 else parse_size(text)
+        return text
 
 
 def _planned(
@@ -109,7 +115,8 @@ def _planned(
     workload_name: str,
     preset: str,
     stages: str,
-    budget: int | float,
+    budget: float | str,
+    compare: bool,
 ) -> tuple[Profile, Plan, list[Instant]]:
     import xmem
     from xmem.planning import measured_timeline
@@ -128,5 +135,5 @@ def _planned(
         stages=stages,
         name=workload_name,
     )
-    plan = xmem.plan(profile, budget=budget, compare=True)
+    plan = xmem.plan(profile, budget=budget, compare=compare)
     return profile, plan, measured_timeline(profile, plan)

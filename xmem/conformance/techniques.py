@@ -79,12 +79,11 @@ def _checkpoint(backend: Backend, target: Target) -> Applied:
 
 
 def _plan(backend: Backend, target: Target) -> Applied:
-    from xmem.planner import least_budget_bytes
-    from xmem.planner.solver import store_all_peak_bytes
+    from xmem.planning import least_bytes, whole_bytes
 
     profile = xmem.profile(target.model, target.batch, target.loss_fn)
-    least = max(least_budget_bytes(profile), profile.around_bytes)
-    budget = int(least + _PLAN_SHARE * (store_all_peak_bytes(profile) - least))
+    least = least_bytes(profile)
+    budget = int(least + _PLAN_SHARE * (whole_bytes(profile) - least))
     receipt = xmem.plan(profile, budget=budget).apply(target.model)
     return Applied(applied_to=receipt.applied_to)
 

@@ -12,9 +12,9 @@ import pytest
 import xmem
 from xmem.conformance.plugin import need
 from xmem.conformance.small import SmallRun, relative_error, small_workload
-from xmem.planner import Chain, Op, Option, Stage, least_budget_bytes, simulate
+from xmem.planner import Chain, Op, Option, Stage, simulate
 from xmem.planner.plan import Plan
-from xmem.planner.solver import store_all_peak_bytes
+from xmem.planning import least_bytes, whole_bytes
 
 if TYPE_CHECKING:
     from xmem.backend import Backend
@@ -140,8 +140,8 @@ def test_a_plan_keeps_to_its_budget_and_to_what_it_predicts(backend: Backend, sh
     run, loss_fn, _ = _small(backend, batch=2048)
     profile = xmem.profile(run.model, run.batch, loss_fn, repeats=1)
     assert len(profile) >= _DEPTH
-    least = max(least_budget_bytes(profile), profile.around_bytes)
-    budget = int(least + share * (store_all_peak_bytes(profile) - least))
+    least = least_bytes(profile)
+    budget = int(least + share * (whole_bytes(profile) - least))
     plan = xmem.plan(profile, budget=budget)
     found = plan.verified
     assert found is not None
@@ -163,8 +163,8 @@ def test_more_budget_never_gives_a_slower_plan(backend: Backend) -> None:
     need(backend, "plans", "checkpoint", "models", "training", "measure")
     run, loss_fn, _ = _small(backend)
     profile = xmem.profile(run.model, run.batch, loss_fn, repeats=1)
-    least = max(least_budget_bytes(profile), profile.around_bytes)
-    whole = store_all_peak_bytes(profile)
+    least = least_bytes(profile)
+    whole = whole_bytes(profile)
     budgets = [int(least + k / 5 * (whole - least)) for k in range(6)]
     seconds = [xmem.plan(profile, budget=budget).seconds for budget in budgets]
     assert seconds == sorted(seconds, reverse=True)

@@ -176,14 +176,14 @@ class Plan:
         except (msgspec.ValidationError, InvalidScheduleError) as error:
             raise SchemaError(f"this is no plan: {error}") from error
 
-    def write(self, path: Path) -> None:
+    def write(self, path: str | Path) -> None:
         """Write the plan to a file, in one step."""
-        write_whole(self.to_json(), path)
+        write_whole(self.to_json(), Path(path))
 
     @classmethod
-    def read(cls, path: Path) -> Plan:
+    def read(cls, path: str | Path) -> Plan:
         """Read a plan from a file; see `from_json`."""
-        return cls.from_json(path.read_bytes())
+        return cls.from_json(Path(path).read_bytes())
 
 
 class PlanFile(msgspec.Struct, frozen=True, kw_only=True):

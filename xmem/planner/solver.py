@@ -28,6 +28,7 @@ DEFAULT_GAP = 1e-4
 _FIRST = 0.002
 """The first E, above the bound, as a share of a step; it grows by `_GROWTH` each round."""
 _GROWTH = 1.5
+_FURTHEST = 2.0**20
 _COARSE = 0.02, 4.0
 """How far fronts are thinned while E grows, as a share of E's distance from the bound: the first,
 or the second divided by the number of stages, since what is lost adds up along a chain."""
@@ -162,6 +163,12 @@ def _search(engine: Engine, problem: Problem, gap: float) -> Found | None:
             break
         if rounds == engine.patience and engine.least_bytes() > problem.cap:
             return None
+        if above > _FURTHEST * max(problem.base, 1):
+            raise InvalidScheduleError(
+                "a bug in the planner, or a chain whose backwards need fewer bytes than the"
+                " gradients that they make (see docs/planner.md): no plan is found below 2**20"
+                " times the time of a step, though the least budget is met"
+            )
         above = math.ceil(above * _GROWTH)
     ops = engine.ops()
     if excess == 0 or not thinned:
