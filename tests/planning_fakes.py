@@ -7,8 +7,8 @@ from xmem.planner.chain import LOSS_STAGE, Chain, Option, Stage
 from xmem.planner.schedule import Op
 from xmem.planner.simulation import World
 from xmem.playing import script
-from xmem.profiling import every
 from xmem.records import HEAD, REST, TAIL, Mark, Step
+from xmem.steps import every
 
 BASE_BYTES = 1000
 

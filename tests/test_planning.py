@@ -15,8 +15,8 @@ from xmem.planned import Conductor, PlannedForward
 from xmem.planner import Op, Plan, heuristic, least_budget_bytes, parse_ops, solve
 from xmem.planner.solver import store_all_peak_bytes
 from xmem.playing import script
-from xmem.profiling import every
 from xmem.records import Recompute
+from xmem.steps import every
 
 
 def loss_fn(model, batch):

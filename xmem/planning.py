@@ -14,9 +14,10 @@ from xmem.planner.chain import Chain
 from xmem.planner.plan import Plan, Verified
 from xmem.planner.simulation import Instant
 from xmem.planner.solver import DEFAULT_GAP, least_budget_bytes, solve, store_all_peak_bytes
-from xmem.profiling import Played, Profile, Source, check_step, play
+from xmem.profiling import Profile
 from xmem.records import HEAD, REST, TAIL
 from xmem.sizes import format_size, parse_size
+from xmem.steps import Played, Source, check_step, play
 
 if TYPE_CHECKING:
     from xmem.backend import Backend

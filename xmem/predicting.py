@@ -76,7 +76,7 @@ def predict(
         UsageError: an argument is not what it should be.
     """
     from xmem.api import active
-    from xmem.profiling import check_step
+    from xmem.steps import check_step
 
     backend = active()
     check_step(backend, model, loss_fn, "xmem.predict")
@@ -96,7 +96,8 @@ def _from_profile(
     """Add up what keeping everything takes, of what single stages were measured to take."""
     from xmem.planner.schedule import Op
     from xmem.planner.simulation import World
-    from xmem.profiling import every, play, profile
+    from xmem.profiling import profile
+    from xmem.steps import every, play
 
     backend.measure.synchronize()
     static_bytes = backend.measure.counters().allocated_bytes

@@ -9,23 +9,20 @@ once; what comes before them is held all step, as the batch is.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from xmem import meter
-from xmem.errors import MeasurementError, UsageError
-from xmem.planned import conduct, install, refuse_recomputed
+from xmem.errors import UsageError
+from xmem.planned import refuse_recomputed
 from xmem.planner.chain import LOSS_STAGE, OPTION_NAMES, Chain, Option, Skip, Stage
-from xmem.planner.plan import Plan
 from xmem.planner.schedule import Op
-from xmem.records import HEAD, REST, TAIL, Mark, Step
+from xmem.records import HEAD, REST, TAIL, Mark
 from xmem.staging import Stages, find_stages, forget_number, named_stages
+from xmem.steps import LossFunction, Played, Source, check_step, every, play
 
 if TYPE_CHECKING:
     from xmem.backend import Backend
-
-LossFunction = Callable[[Any, Any], Any]
 
 
 @dataclass(frozen=True)
@@ -48,58 +45,6 @@ class Profile(Chain):
     around_bytes: int = 0
     step_seconds: float = 0.0
     source: Source | None = field(default=None, repr=False, compare=False)
-
-
-@dataclass(frozen=True)
-class Source:
-    """How to run a step of the model that was profiled.
-
-    Attributes:
-        model: the model, which is held as long as the profile is.
-        batch: what `loss_fn` takes.
-        loss_fn: returns the loss, a scalar.
-        stages: of the model.
-        plans: those that have been verified with it.
-    """
-
-    model: Any
-    batch: Any
-    loss_fn: LossFunction
-    stages: Stages
-    plans: list[Plan] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Played:
-    """A traced step.
-
-    Attributes:
-        step: the step.
-        ops: the script's operations, which the marks' numbers are of.
-        marks: of the run, `REST` last; the rest is empty if it was not traced.
-        forwards: how often each stage was run forward.
-        differentiated: whether each stage's gradient came.
-        value_bytes: of what each stage read first, and of what the last one returned.
-        reads: (j, i) where stage i read the output of stage j-1 although it does not follow it.
-    """
-
-    step: Step
-    ops: tuple[Op, ...] = ()
-    marks: Sequence[Mark] = ()
-    forwards: Sequence[int] = ()
-    differentiated: Sequence[bool] = ()
-    value_bytes: Sequence[int] = ()
-    reads: Sequence[tuple[int, int]] = ()
-
-    @property
-    def before_bytes(self) -> int:
-        """What was allocated when the step began."""
-        return self.marks[0].before_bytes
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most that was allocated, beyond what was before and gradients of parameters."""
-        return max(m.peak_bytes - m.gradient_bytes for m in self.marks) - self.before_bytes
 
 
 def profile(
@@ -151,65 +96,6 @@ def _stages(
     )
 
 
-def check_step(backend: Backend, model: Any, loss_fn: Any, what: str) -> None:
-    """See to it that a step of a model can be run and measured.
-
-    Raises:
-        UsageError: the model is no module, or the loss no function.
-        MeasurementError: a block of `xmem.measure` is open.
-    """
-    if not backend.checkpoint.is_module(model):
-        raise UsageError(f"{model!r} is no module of the active backend; pass its own modules")
-    if not callable(loss_fn):
-        raise UsageError(f"loss_fn={loss_fn!r} is no function; give loss_fn(model, batch) -> loss")
-    if meter._open is not None:
-        raise MeasurementError(
-            f"a block of xmem.measure is open, and its peak would not be its own: call {what}"
-            " before or after it"
-        )
-
-
-def every(stages: int) -> list[Op]:
-    """Return the schedule in which each of some stages is recomputed just before its backward."""
-    ops = [Op("N", i) for i in range(stages)] + [Op("G", stages), Op("L"), Op("B", stages)]
-    for i in reversed(range(stages)):
-        # Its output goes when it has been read; sooner would hide what the loss leaves.
-        ops += [Op("G", i), Op("B", i), Op("Da", i + 1)]
-    return ops
-
-
-def play(backend: Backend, source: Source, ops: Sequence[Op], *, traced: bool = True) -> Played:
-    """Run a step under a schedule; leaves the model as it was.
-
-    Raises:
-        UsageError: the model's stages are not called.
-    """
-    conductor = conduct(backend, source.stages, ops, traced=traced)
-    undo = install(backend, source.stages, conductor)
-    try:
-        step = backend.plans.step(source.model, source.batch, source.loss_fn)
-        if not traced:
-            return Played(step)
-        if len(conductor.runs) > 1:
-            raise UsageError(
-                f"loss_fn calls the model {len(conductor.runs)} times with gradients, and a plan is"
-                " for one forward pass: let it call the model once, e.g. on one larger batch"
-            )
-        run = conductor.runs[0] if conductor.runs else None
-        if run is None or len(run.value_bytes) <= len(source.stages.names):
-            raise UsageError(
-                "the stages of the model were not all called in the step, in their order; does"
-                " loss_fn call the model, with gradients?"
-            )
-        marks = run.marks()
-    finally:
-        undo()
-        conductor.runs.clear()
-    ops = conductor.script.ops
-    facts = run.forwards, run.differentiated, run.value_bytes, run.reads
-    return Played(step, ops, marks, *facts)
-
-
 def _profile(
     backend: Backend,
     source: Source,
@@ -240,6 +126,7 @@ def _profile(
             {code: marks[numbers[at]] for code, at in by_stage[i].items()},
             {c: times[numbers[at]] + beyond * (c == "N") for c, at in by_stage[i].items()},
             first.value_bytes[i + 1],
+            differentiated=first.differentiated[i],
         )
         for i, stage_name in enumerate(source.stages.names)
     ]
@@ -275,9 +162,18 @@ def _script_numbers(ops: Sequence[Op], stages: int) -> dict[int, int]:
 
 
 def _stage(
-    name: str, marks: Mapping[str, Mark], seconds: Mapping[str, float], made_bytes: int
+    name: str,
+    marks: Mapping[str, Mark],
+    seconds: Mapping[str, float],
+    made_bytes: int,
+    *,
+    differentiated: bool,
 ) -> Stage:
     forward, kept, backward = marks["N"], marks["G"], marks["B"]
+    temporary = max(forward.peak_bytes - forward.before_bytes - made_bytes, 0)
+    if not differentiated:  # it is never run again, and keeps its output like any other
+        option = Option(OPTION_NAMES[0], seconds["N"], 0.0, made_bytes, temporary, 0)
+        return Stage(name, seconds["N"], temporary, (option,))
     option = Option(
         name=OPTION_NAMES[0],
         forward_seconds=seconds["G"],
@@ -286,7 +182,6 @@ def _stage(
         forward_extra_bytes=max(kept.peak_bytes - kept.after_bytes, 0),
         backward_extra_bytes=max(backward.peak_bytes - backward.before_bytes, 0),
     )
-    temporary = max(forward.peak_bytes - forward.before_bytes - made_bytes, 0)
     return Stage(name, seconds["N"], temporary, (option,))
 
 

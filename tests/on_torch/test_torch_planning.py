@@ -93,6 +93,20 @@ def test_a_planned_model_learns_the_very_same(kind, traced):
     assert same(found[1], expected[1])
 
 
+@pytest.mark.parametrize("kind", [Net, Untraceable])
+def test_frozen_layers_are_planned_with_the_others(kind):
+    model, batch = made(kind)
+    for module in (model.stem, *model.blocks[:2]):
+        module.requires_grad_(False)
+    plain = copy.deepcopy(model)
+    plan = xmem.plan(model, batch, loss_fn, budget=0.6)
+    assert abs(plan.verified.error) < 0.005
+    plan.apply(model)
+    found, expected = trained(model, batch), trained(plain, batch)
+    assert found[0] == expected[0]
+    assert same(found[1], expected[1])
+
+
 def test_profiling_and_planning_leave_no_trace():
     model, batch = made()
     loss_fn(model, batch).backward()
