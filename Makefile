@@ -51,6 +51,7 @@ benchmarks: $(READY)
 	@$(BIN)/python benchmarks/checkpoint_overhead.py benchmarks/results
 	@$(BIN)/python benchmarks/meter_overhead.py benchmarks/results
 	@$(BIN)/python benchmarks/planner.py benchmarks/results
+	@$(BIN)/python benchmarks/plans.py benchmarks/results $(BACKENDS)
 
 # The main job once more, kept under benchmarks/results/ and in the README's tables; and long
 # trainings with their loss curves.

@@ -65,8 +65,9 @@ def whole_bytes(chain: Chain) -> int:
 
 def least_bytes(chain: Chain) -> int:
     """Return the least budget that has a plan, before and after the stages too."""
-    around = chain.around_bytes if isinstance(chain, Profile) else 0
-    return max(least_budget_bytes(chain), around)
+    if not isinstance(chain, Profile):
+        return least_budget_bytes(chain)
+    return max(least_budget_bytes(chain, keeps=chain.keeps), chain.around_bytes)
 
 
 def make_plan(
@@ -104,7 +105,7 @@ def make_plan(
 
 
 def _solved(profile: Profile, budget_bytes: int, gap: float) -> Plan:
-    plan = solve(profile, budget_bytes, gap=gap)
+    plan = solve(profile, budget_bytes, gap=gap, keeps=profile.keeps)
     return replace(plan, traced=profile.traced, store_all_peak_bytes=whole_bytes(profile))
 
 

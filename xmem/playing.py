@@ -24,6 +24,10 @@ from xmem.planner.schedule import Op
 from xmem.predicting import Prediction
 from xmem.records import Mark, Recompute, Step
 
+REMADE = "inputs made again"
+"""The gap of backends where an input that is computed again may differ in its last bits. A stage
+that is kept without its input (docs/planner.md) would be differentiated with such a one."""
+
 
 @dataclass(frozen=True)
 class Script:

@@ -17,6 +17,7 @@ from xmem.errors import UsageError
 from xmem.planned import refuse_recomputed
 from xmem.planner.chain import LOSS_STAGE, OPTION_NAMES, Chain, Option, Skip, Stage
 from xmem.planner.schedule import Op
+from xmem.playing import REMADE
 from xmem.records import HEAD, REST, TAIL, Mark
 from xmem.staging import Stages, find_stages, forget_number, named_stages
 from xmem.steps import LossFunction, Played, Source, check_step, every, play
@@ -36,6 +37,7 @@ class Profile(Chain):
         around_bytes: the most held outside of the stages, in what comes before them: no plan
             changes it.
         step_seconds: of a step in which every stage is recomputed.
+        keeps: whether stages may be kept without their inputs, see `xmem.planner.solve`.
         source: how to run the model again; None where the profile was read from a file.
     """
 
@@ -44,6 +46,7 @@ class Profile(Chain):
     batch_bytes: int = 0
     around_bytes: int = 0
     step_seconds: float = 0.0
+    keeps: bool = True
     source: Source | None = field(default=None, repr=False, compare=False)
 
 
@@ -149,6 +152,7 @@ def _profile(
         batch_bytes=batch_bytes,
         around_bytes=max(around - first.before_bytes, 0) + batch_bytes,
         step_seconds=step_seconds,
+        keeps=REMADE not in backend.plans.gaps,
         source=source,
     )
 

@@ -132,6 +132,11 @@ def draws(outputs: Sequence[Any], newest: int) -> bool:
     return bool(native.graph().xmem_jittor_draws(*native.addresses(outputs), newest))
 
 
+def compares(outputs: Sequence[Any], newest: int) -> bool:
+    """Say whether what was built after a node may compare its input with its output in backward."""
+    return bool(native.graph().xmem_jittor_compares(*native.addresses(outputs), newest))
+
+
 def refuse_second_derivatives(
     results: Sequence[Any], gradients: Sequence[Any], place: int, refuse: Callable[[], None]
 ) -> list[Any]:

@@ -69,6 +69,7 @@ class Kept:
         reads: the same for what it reads beside them.
         output: where it begins.
         value: a view of the output, outside of the graph.
+        compares: its backward may compare its inputs with its output, so it needs the very same.
         emptied: the inputs that have lost their memory.
     """
 
@@ -76,6 +77,7 @@ class Kept:
     reads: list[Any]
     output: Any
     value: Any
+    compares: bool = False
     emptied: list[Emptied] = field(default_factory=list)
 
 

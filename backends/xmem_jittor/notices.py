@@ -21,6 +21,17 @@ _eager_told = False
 _aside_told: set[str] = set()
 
 
+def warn_input_stays(name: str) -> None:
+    """Say that a stage's input is held although the plan drops it."""
+    warnings.warn(
+        f"the plan keeps {name!r} without its input, and its backward may compare the two (pooling,"
+        " a maximum), which an input that was computed again, and rounded otherwise, would"
+        " falsify. The input is held; xmem.plan makes no such plans on Jittor.",
+        XmemWarning,
+        stacklevel=2,
+    )
+
+
 def refuse_twice(name: str) -> NoReturn:
     """Say that a region's gradients come once."""
     raise CompositionError(

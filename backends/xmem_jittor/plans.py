@@ -20,7 +20,7 @@ import numpy as np
 
 from xmem.containers import leaves
 from xmem.errors import CapabilityError
-from xmem.playing import Script, TracedStages
+from xmem.playing import REMADE, Script, TracedStages
 from xmem.predicting import PREDICTION, Prediction
 from xmem.randomness import Streams, stream_kinds
 from xmem.records import Recompute, Step
@@ -46,6 +46,7 @@ class Plans:
         self.gaps: Mapping[str, str] = {
             "tracing": "Jittor has no tracer that takes a forward apart; stages are modules",
             PREDICTION: "Jittor's operations cannot be followed without running them",
+            REMADE: "the second pass may round otherwise, as Jittor fuses otherwise",
             "other readers": "the gradient of a stage's output comes through stages only",
         }
         self._stepping: Stepping | None = None

@@ -30,7 +30,7 @@ from xmem_jittor import notices
 from xmem_jittor.calls import Call
 from xmem_jittor.differentiate import differentiate
 from xmem_jittor.emptying import empty, refill
-from xmem_jittor.graph import refuse_second_derivatives, tape_of
+from xmem_jittor.graph import compares, newest_node, refuse_second_derivatives, tape_of
 from xmem_jittor.handing import Chain, bytes_of
 from xmem_jittor.held import Input, Kept, Place, Stage, added
 from xmem_jittor.marking import Notes
@@ -187,6 +187,7 @@ class PlanRun:
         """Run a stage; what it returns has an output only where a graph is built."""
         stage = self._stages[i]
         inputs = [self._view(entry) for entry in stage.inputs]
+        newest = newest_node()
         with jt.flag_scope(no_grad=int(not with_graph), **stage.call.flags):
             if stage.result is None:
                 stage.result, outputs = stage.call.first_pass(
@@ -201,10 +202,13 @@ class PlanRun:
                     outputs = stage.call.second_pass(inputs, reads)
         self.forwards[i] += 1
         output = outputs[0].stop_fuse()
+        comparing = with_graph and compares([output], newest)
         value = output.detach().stop_grad()
         if self._notes is not None:
             value = self._notes.ended(value, number, self._held())
-        return Kept(inputs, reads, output, value) if with_graph else Kept([], [], None, value)
+        if not with_graph:
+            return Kept([], [], None, value)
+        return Kept(inputs, reads, output, value, comparing)
 
     def _view(self, entry: Input) -> Any:
         """Return what one pass reads as an input."""
@@ -215,6 +219,9 @@ class PlanRun:
         """Let a stage that is kept lose its input, where nothing else holds that any more."""
         kept = self._kept.get(number)
         if kept is None or kept.emptied or number in self._values or number - 1 in self._kept:
+            return
+        if kept.compares:
+            notices.warn_input_stays(self._names[number])
             return
         for entry, var in zip(self._stages[number].inputs, kept.inputs, strict=True):
             if entry.value == number and entry.held is None:

@@ -3,10 +3,13 @@
 import copy
 import pickle
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 import xmem
+from xmem.planner import parse_ops, solve
 
 jittor_backend = xmem.use("jittor", device="cpu")
 
@@ -206,6 +209,52 @@ def test_autocast_around_the_step_is_planned():
     for name, gradient in plain.gradients.items():
         distance = np.linalg.norm(found.gradients[name] - gradient)
         assert distance <= 2e-3 * np.linalg.norm(gradient) + 1e-6, name
+
+
+def resnet18():
+    from xmem.workloads import make_batch, make_weights, workload
+
+    xmem.use("jittor", device="cpu")
+    chosen = workload("resnet18", "quick")
+    models = jittor_backend.models
+    model = models.build(chosen.model, make_weights(chosen))
+    batch = tuple(map(models.tensor, make_batch(chosen, 0)))
+
+    def loss_of(model, batch):
+        return models.loss(chosen.loss, model(batch[0]), batch[1])
+
+    return model, batch, loss_of
+
+
+@pytest.mark.parametrize("again", ["G0.0 G1.0 B2 B1 B0", "G0.0 N1 B2 G1.0 B1 B0"])
+def test_a_stage_whose_backward_compares_is_given_the_very_input(again):
+    """Pooling looks for its output in its input: computed again, all after BatchNorm differs."""
+    model, batch, loss_of = resnet18()
+    plain = jittor_backend.plans.step(model, batch, loss_of, gradients=True)
+    profile = xmem.profile(model, batch, loss_of, repeats=1)
+    n = len(profile) - 1
+    assert [s.name for s in profile.stages[1:3]] == ["relu", "pool"]
+    kept = " ".join(f"G{i}.0" for i in range(3, n + 1))
+    back = " ".join(f"B{i}" for i in reversed(range(3, n + 1)))
+    ops = parse_ops(f"N0 N1 Da1 G2.0 Da2 {kept} L {back} {again}")
+    plan = replace(solve(profile, 1 << 40), ops=ops)
+    with pytest.warns(xmem.XmemWarning, match="without its input"):
+        receipt = plan.apply(model)
+        found = jittor_backend.plans.step(model, batch, loss_of, gradients=True)
+    receipt.undo()
+    for name, gradient in plain.gradients.items():
+        distance = np.linalg.norm(found.gradients[name] - gradient)
+        assert distance <= 1e-5 * np.linalg.norm(gradient), name
+
+
+def test_plans_keep_no_stage_without_its_input():
+    model, batch, loss_of = resnet18()
+    profile = xmem.profile(model, batch, loss_of, repeats=1)
+    assert not profile.keeps
+    for share in (0.55, 0.65, 0.75):
+        plan = xmem.plan(profile, budget=share)
+        free = solve(profile, plan.budget_bytes, keeps=False)
+        assert plan.seconds <= free.seconds * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("name", ["mlp", "gpt2"])

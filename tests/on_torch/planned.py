@@ -1,5 +1,6 @@
 """Stages of many kinds, models that play schedules on them, random schedules, and checks."""
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional
@@ -9,6 +10,11 @@ from xmem.playing import script
 from xmem.records import Recompute
 
 WIDTH = 16
+
+
+def soaked(seeds):
+    """Return parameters that only `make soak` takes."""
+    return [pytest.param(seed, marks=pytest.mark.soak) for seed in seeds]
 
 
 class Mlp(nn.Module):

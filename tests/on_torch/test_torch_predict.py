@@ -85,14 +85,15 @@ def built(backend, name, optimizer):
     return model, batch, loss_fn, OPTIMIZERS[optimizer](model.parameters())
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
-@pytest.mark.parametrize("name", DEFAULT_WORKLOADS)
+@pytest.mark.parametrize(
+    ("name", "optimizer"),
+    [*((name, "adam") for name in DEFAULT_WORKLOADS), ("mlp", "sgd"), ("resnet18", "sgd")],
+)
 def test_the_prediction_is_the_measured_peak(backend, name, optimizer):
     check(backend, *built(backend, name, optimizer))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "resnet18"])
-@pytest.mark.parametrize("layout", ["every", 3])
+@pytest.mark.parametrize(("name", "layout"), [("gpt2", "every"), ("resnet18", 3)])
 def test_a_checkpointed_model(backend, name, layout):
     model, batch, loss_fn, optimizer = built(backend, name, "adam")
     blocks = backend.models.blocks(model)
@@ -102,9 +103,14 @@ def test_a_checkpointed_model(backend, name, layout):
     assert found.peak_above_static_bytes < plain.peak_above_static_bytes
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("autocast", [xmem.autocast, lambda d: torch.autocast("cpu", d)])
-@pytest.mark.parametrize("name", ["gpt2", "resnet18"])
+@pytest.mark.parametrize(
+    ("name", "autocast", "checkpointed"),
+    [
+        ("gpt2", xmem.autocast, True),
+        ("resnet18", xmem.autocast, False),
+        ("resnet18", lambda d: torch.autocast("cpu", d), True),
+    ],
+)
 def test_under_autocast(backend, name, autocast, checkpointed):
     model, batch, loss_fn, optimizer = built(backend, name, "adam")
     if checkpointed:

@@ -128,14 +128,14 @@ def _tools(gap: float, kernel: str | None) -> tuple[Opener, Solver]:
     return lambda problem: open_engine(problem, kernel), solver
 
 
-def least_budget_bytes(chain: Chain, *, kernel: str | None = "auto") -> int:
-    """Return the least budget that has a plan, the batch included.
+def least_budget_bytes(chain: Chain, *, kernel: str | None = "auto", keeps: bool = True) -> int:
+    """Return the least budget that has a plan, the batch included; `keeps` as in `solve`.
 
     Of a chain with skips it is exact up to 10 stages. Beyond, `solve` may have plans for less.
     """
     if chain.skips:
         return least_bridged_bytes(chain, *_tools(DEFAULT_GAP, kernel))
-    problem = make_problem(chain, chain.value_bytes[0])
+    problem = make_problem(chain, chain.value_bytes[0], keeps=keeps)
     return open_engine(problem, kernel).least_bytes() + chain.value_bytes[0]
 
 

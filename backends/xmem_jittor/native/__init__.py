@@ -108,6 +108,7 @@ def graph() -> ctypes.PyDLL:
     library.xmem_jittor_let_go.restype = None
     library.xmem_jittor_may_depend.argtypes = [number, number]
     library.xmem_jittor_draws.argtypes = [many, ctypes.c_int, number]
+    library.xmem_jittor_compares.argtypes = [many, ctypes.c_int, number]
     library.xmem_jittor_refuse.argtypes = [
         number, many, ctypes.c_int, many, ctypes.c_int, ctypes.py_object,
     ]  # fmt: skip

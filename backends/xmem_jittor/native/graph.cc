@@ -257,6 +257,23 @@ int xmem_jittor_draws(const long long* outputs, int output_count, long long newe
     return 0;
 }
 
+// Says whether what was built after a node may find its gradient by comparing its input with its
+// output: pooling and other kernels in code, and reductions to an extreme.
+int xmem_jittor_compares(const long long* outputs, int output_count, long long newest) {
+    auto queue = start(outputs, output_count, ++tflag_count);
+    auto tag = tflag_count;
+    for (size_t i = 0; i < queue.size(); i++) {
+        Node* node = queue[i];
+        if (node->id <= newest) continue;
+        if (!node->is_var()) {
+            const std::string name = node->op()->name_ex();
+            if (name == "code" || name == "reduce.maximum" || name == "reduce.minimum") return 1;
+        }
+        follow(node, queue, tag);
+    }
+    return 0;
+}
+
 // Lets `raise` be called, which sets a Python error, when somebody differentiates the results
 // (outputs of `tape`) with respect to a tensor that the operation behind `taped` (an output of it)
 // or one of the gradients depends on.
