@@ -224,7 +224,7 @@ def test_older_results_are_replaced_unless_resumed(crashy, tmp_path):
     assert [r.status for r in second] == ["ok", "ok", "unsupported", "unsupported"]
     assert second[0] == first[0]
     again = compare("-o", tmp_path)
-    assert f"3 results in {tmp_path / 'cases'} are replaced" in again.stdout
+    assert f"4 results in {tmp_path / 'cases'} are replaced" in again.stdout
     assert read_json(tmp_path / "report.json", Report).results[0] != first[0]
 
 
