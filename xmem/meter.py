@@ -51,7 +51,7 @@ def _known(peak_bytes: int | None) -> int:
     return peak_bytes
 
 
-def _collect_garbage(model: Any) -> None:
+def collect_garbage(model: Any) -> None:
     """Free cyclic garbage, which would count as static.
 
     A full collection visits every object of the framework (0.1 s with PyTorch), more than a small
@@ -110,7 +110,7 @@ class Measurement:
             )
         meter = self._backend.measure
         meter.synchronize()
-        _collect_garbage(self._model)
+        collect_garbage(self._model)
         owned = meter.owned(self._model, self._optimizer, self._inputs)
         for category, tensors in owned.items():
             self.untracked_bytes += meter.tag(category, tensors).untracked_bytes

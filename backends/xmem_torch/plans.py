@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +13,7 @@ import torch
 
 from xmem.containers import leaves
 from xmem.errors import MeasurementError, XmemWarning
+from xmem.meter import collect_garbage
 from xmem.native.build import find_compiler
 from xmem.playing import Script, TracedStages
 from xmem.predicting import Prediction
@@ -96,7 +96,7 @@ class Plans:
         All that gets a gradient is left with the one it had, not the parameters alone. Hooks that
         take complete gradients (an optimizer in backward) do not run.
         """
-        gc.collect()  # what is freed in the middle of the step would seem to be the step's
+        collect_garbage(model)  # freed in the middle of the step it would seem to be the step's
         with (
             put_back(model, loss_fn),
             gradients_aside(model, loss_fn) as aside,
