@@ -160,9 +160,13 @@ class Drawn:
         for i in reversed(range(stages)):
             self.clutter(i)
             self.reach(i)
+            self.gather(i)
             if i not in self.kept:
                 self.do("G", i)
             self.do("B", i)
+
+    def gather(self, i):
+        """Have at hand what a stage reads beside the value before it; here nothing."""
 
     def there(self, j):
         return j in self.values or j - 1 in self.kept

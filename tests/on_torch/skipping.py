@@ -4,7 +4,7 @@ import torch
 from planned import WIDTH, Chained, Drawn, Line, Mlp
 from torch import nn
 
-from xmem.planner import Chain, Op, Option, Skip, Stage
+from xmem.planner import Chain, Option, Skip, Stage
 
 
 class Merge(nn.Module):
@@ -72,19 +72,7 @@ class DrawnWithSkips(Drawn):
 
     def __init__(self, random, stages, reads):
         self.reads = reads
-        self.random, self.stages = random, stages
-        self.values, self.kept, self.ops = {0}, set(), []
-        for i in range(stages):
-            self.forward(i)
-            self.clutter(i + 1)
-        self.ops.append(Op("L"))
-        for i in reversed(range(stages)):
-            self.clutter(i)
-            self.reach(i)
-            self.gather(i)
-            if i not in self.kept:
-                self.do("G", i)
-            self.do("B", i)
+        super().__init__(random, stages)
 
     def gather(self, i):
         for j in self.reads.get(i, ()):

@@ -241,25 +241,9 @@ int xmem_jittor_may_depend(long long var, long long newest) {
     return 0;
 }
 
-// Says whether the nodes made after `newest` draw random numbers of Jittor's own stream.
-int xmem_jittor_draws(const long long* outputs, int output_count, long long newest) {
-    auto queue = start(outputs, output_count, ++tflag_count);
-    auto tag = tflag_count;
-    for (size_t i = 0; i < queue.size(); i++) {
-        Node* node = queue[i];
-        if (node->id <= newest) continue;
-        if (!node->is_var()) {
-            const std::string name = node->op()->name();
-            if (name == "random" || name == "curand_random") return 1;
-        }
-        follow(node, queue, tag);
-    }
-    return 0;
-}
-
-// Says whether what was built after a node may find its gradient by comparing its input with its
-// output: pooling and other kernels in code, and reductions to an extreme.
-int xmem_jittor_compares(const long long* outputs, int output_count, long long newest) {
+// Says whether an operation of one of the names, with its kind, was built after a node.
+static int built_of(const long long* outputs, int output_count, long long newest,
+                    const std::vector<std::string>& names) {
     auto queue = start(outputs, output_count, ++tflag_count);
     auto tag = tflag_count;
     for (size_t i = 0; i < queue.size(); i++) {
@@ -267,11 +251,23 @@ int xmem_jittor_compares(const long long* outputs, int output_count, long long n
         if (node->id <= newest) continue;
         if (!node->is_var()) {
             const std::string name = node->op()->name_ex();
-            if (name == "code" || name == "reduce.maximum" || name == "reduce.minimum") return 1;
+            for (const auto& wanted : names)
+                if (name == wanted || name.rfind(wanted + ".", 0) == 0) return 1;
         }
         follow(node, queue, tag);
     }
     return 0;
+}
+
+// Says whether the nodes made after `newest` draw random numbers of Jittor's own stream.
+int xmem_jittor_draws(const long long* outputs, int output_count, long long newest) {
+    return built_of(outputs, output_count, newest, {"random", "curand_random"});
+}
+
+// Says whether what was built after a node may find its gradient by comparing its input with its
+// output: pooling and other kernels in code, and reductions to an extreme.
+int xmem_jittor_compares(const long long* outputs, int output_count, long long newest) {
+    return built_of(outputs, output_count, newest, {"code", "reduce.maximum", "reduce.minimum"});
 }
 
 // Lets `raise` be called, which sets a Python error, when somebody differentiates the results
