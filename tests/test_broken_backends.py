@@ -65,6 +65,16 @@ CAUGHT_BY = {
     "detaching_plan": ["test_any_schedule_is_played_as_it_is_written"],
     "holding_plan": ["test_a_plan_keeps_to_its_budget_and_to_what_it_predicts"],
     "constant_marks": ["test_a_plan_keeps_to_its_budget_and_to_what_it_predicts"],
+    "noop_compression": [
+        "test_fewer_bits_take_fewer_bytes",
+        "test_losses_are_the_same_and_gradients_close",
+        "test_compression_lowers_the_peak_and_rounds",
+    ],
+    "stuck_compression": ["test_the_rounding_is_unbiased"],
+    "coarse_compression": [
+        "test_losses_are_the_same_and_gradients_close",
+        "test_its_gradients_are_the_baselines",
+    ],
 }
 
 
@@ -109,6 +119,8 @@ def test_every_lie_is_expected_to_be_caught():
                 "forgetful_backward",
                 "noop_plan",
                 "twice_plan",
+                "noop_compression",
+                "stuck_compression",
             )
         ],
     ],

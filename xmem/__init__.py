@@ -4,6 +4,8 @@
 native to it. Importing xmem imports no framework.
 """
 
+from xmem import optim
+from xmem.activations import choose_bits, compress_activations
 from xmem.api import (
     active,
     apply_checkpointing,
@@ -49,8 +51,10 @@ from xmem.loop import (
     optimizer_step,
     zero_grad,
 )
+from xmem.optim import optimizer_in_backward, quantize_optimizer
 from xmem.predicting import predict
 from xmem.scaling import GradScaler
+from xmem.weights import dequantize, quantize_weights
 
 __version__ = "0.1.0"
 
@@ -85,16 +89,23 @@ __all__ = [
     "backward",
     "cast_model",
     "checkpoint",
+    "choose_bits",
     "clip_grad_norm_",
+    "compress_activations",
+    "dequantize",
     "inference",
     "log_value",
     "measure",
     "no_grad",
     "observe",
+    "optim",
+    "optimizer_in_backward",
     "optimizer_step",
     "plan",
     "predict",
     "profile",
+    "quantize_optimizer",
+    "quantize_weights",
     "use",
     "zero_grad",
 ]

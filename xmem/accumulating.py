@@ -7,6 +7,7 @@ import weakref
 from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any
 
+from xmem import in_backward
 from xmem.errors import CompositionError, UsageError
 
 if TYPE_CHECKING:
@@ -106,7 +107,9 @@ class Accumulation:
 
         Raises:
             UsageError: there are more micro-batches than `steps`.
+            CompositionError: the optimizer steps in backward.
         """
+        in_backward.check("accumulate", optimizer)
         if self.done == self.steps:
             raise UsageError(
                 f"accumulate(steps={self.steps}) has had its {self.steps} micro-batches; one more"

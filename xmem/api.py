@@ -206,6 +206,7 @@ def profile(
     loss_fn: Callable[[Any, Any], Any],
     *,
     stages: str | Sequence[str] = "auto",
+    compress: Sequence[int] = (),
     repeats: int = 3,
     name: str = "",
 ) -> Profile:
@@ -221,6 +222,8 @@ def profile(
         loss_fn: `loss_fn(model, batch)` returns the loss, a scalar.
         stages: how the stages are found: "traced" (PyTorch: the forward is traced), "modules"
             (those called one after another), "auto" (traced where that works), or their paths.
+        compress: numbers of bits (8, 4, 2) that plans may pack what a stage keeps into; gradients
+            are off by the rounding then, see `xmem.compress_activations`.
         repeats: how many steps are timed: of each operation the least counts, and of stages of the
             same bytes the median.
         name: for people; the model's class otherwise.
@@ -236,7 +239,16 @@ def profile(
     """
     from xmem.profiling import profile as run
 
-    return run(active(), model, batch, loss_fn, stages=stages, repeats=repeats, name=name)
+    return run(
+        active(),
+        model,
+        batch,
+        loss_fn,
+        stages=stages,
+        compress=compress,
+        repeats=repeats,
+        name=name,
+    )
 
 
 def plan(

@@ -10,6 +10,8 @@ from xmem.errors import CapabilityError
 if TYPE_CHECKING:
     from xmem.playing import Plans
     from xmem.protocols import Checkpoint, Measure, Models, Precision, Training
+    from xmem.quantizing import Quantize
+    from xmem.saving import Saved
 
 CAPABILITIES: tuple[str, ...] = (
     "measure",
@@ -74,8 +76,8 @@ class Backend:
     models: Models
     plans: Plans
     pool: Any
-    saved: Any
-    quantize: Any
+    saved: Saved
+    quantize: Quantize
     distributed: Any
     offload: Any
 

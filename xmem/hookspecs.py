@@ -28,6 +28,8 @@ if TYPE_CHECKING:
         Session,
         Training,
     )
+    from xmem.quantizing import Quantize
+    from xmem.saving import Saved
 
 hookspec = pluggy.HookspecMarker("xmem")
 hookimpl = pluggy.HookimplMarker("xmem")
@@ -80,12 +82,12 @@ class BackendSpec:
         """Control the framework's memory pool."""
 
     @hookspec(firstresult=True)
-    def xmem_saved(self, session: Session) -> Any:
+    def xmem_saved(self, session: Session) -> Saved | None:
         """Decide what happens to what backward will read."""
 
     @hookspec(firstresult=True)
-    def xmem_quantize(self, session: Session) -> Any:
-        """Keep activations, optimizer states or weights in few bits."""
+    def xmem_quantize(self, session: Session) -> Quantize | None:
+        """Keep optimizer states or weights in few bits."""
 
     @hookspec(firstresult=True)
     def xmem_distributed(self, session: Session) -> Any:

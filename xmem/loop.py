@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from xmem import accumulating
+from xmem import accumulating, in_backward
 from xmem.api import active
 from xmem.errors import UsageError
 
@@ -71,7 +71,9 @@ def optimizer_step(optimizer: Any) -> Any:
 
     Raises:
         UsageError: inside `xmem.accumulate`, micro-batches are missing.
+        CompositionError: the optimizer steps in backward.
     """
+    in_backward.check("optimizer_step", optimizer)
     accumulation = accumulating.current()
     if accumulation is not None:
         accumulation.check_step()
@@ -105,12 +107,14 @@ def clip_grad_norm_(target: Any, max_norm: float, *, norm_type: float = 2.0) -> 
 
     Raises:
         UsageError: a norm that is not above 0, gradients that are not there, or a part of them.
+        CompositionError: the optimizer steps in backward.
     """
     if not max_norm > 0 or not norm_type > 0:
         raise UsageError(
             f"clip_grad_norm_ got max_norm={max_norm!r}, norm_type={norm_type!r}: both are above 0"
         )
     accumulating.check("clip_grad_norm_")
+    in_backward.check("clip_grad_norm_", target)
     return active().training.clip_grad_norm_(target, float(max_norm), norm_type=float(norm_type))
 
 

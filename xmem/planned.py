@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from xmem import api
 from xmem.checkpointing import is_recomputed
-from xmem.errors import CompositionError, UsageError, XmemWarning
+from xmem.errors import CapabilityError, CompositionError, UsageError, XmemWarning
 from xmem.layouts import modules_of
 from xmem.planner.chain import LOSS_STAGE
 from xmem.planner.plan import Plan
 from xmem.planner.schedule import Op
-from xmem.playing import PlanRun, Script, is_playing_again, script
+from xmem.playing import PACKED, PlanRun, Script, is_playing_again, script
 from xmem.receipts import Receipt, issue
 from xmem.records import Recompute
 from xmem.staging import Stages, named_stages
@@ -144,7 +144,9 @@ def apply_plan(plan: Plan, model: Any, *, preserve_rng: bool = True) -> Receipt:
     refuse_recomputed(backend, model)
     names = [n for n in plan.stage_names if n != LOSS_STAGE]
     stages = named_stages(backend, model, names, traced=plan.traced)
-    conductor = conduct(backend, stages, plan.ops, preserve_rng=preserve_rng)
+    conductor = conduct(
+        backend, stages, plan.ops, options=plan.option_names, preserve_rng=preserve_rng
+    )
     undo = install(backend, stages, conductor)
     try:
         return issue(
@@ -186,11 +188,17 @@ def conduct(
     stages: Stages,
     ops: Sequence[Op],
     *,
+    options: Sequence[Sequence[str]] | None = None,
     preserve_rng: bool = True,
     traced: bool = False,
 ) -> Conductor:
-    """Return what plays a schedule on stages."""
-    played = script(ops, len(stages.names))
+    """Return what plays a schedule on stages; `options` names each stage's."""
+    played = script(ops, len(stages.names), options)
+    if any(played.bits) and PACKED in backend.plans.gaps:
+        raise CapabilityError(
+            f"the plan packs what stages keep, which {backend.name!r} does not offer:"
+            f" {backend.plans.gaps[PACKED]}"
+        )
     how = Recompute(preserve_rng=preserve_rng)
     return Conductor(backend.name, stages.names, played, how, traced)
 

@@ -161,7 +161,7 @@ def measured_timeline(profile: Profile, plan: Plan) -> list[Instant]:
 
     if profile.source is None:
         raise UsageError("the profile was read from a file and has no model to run")
-    seen = play(api.loaded(profile.backend), profile.source, plan.ops)
+    seen = play(api.loaded(profile.backend), profile.source, plan.ops, options=plan.option_names)
     base = seen.before_bytes - profile.batch_bytes
     found, at = [], 0.0
     for mark in seen.marks:
@@ -176,8 +176,9 @@ def measured_timeline(profile: Profile, plan: Plan) -> list[Instant]:
 
 def _run(backend: Backend, source: Source, plan: Plan) -> tuple[Played, float]:
     """Run a plan twice: one step is traced, the other, untraced, says how long it takes."""
-    seen = play(backend, source, plan.ops)
-    timed = play(backend, source, plan.ops, traced=False)
+    options = plan.option_names
+    seen = play(backend, source, plan.ops, options=options)
+    timed = play(backend, source, plan.ops, options=options, traced=False)
     come = seen.differentiated
     counted = [n if c else 0 for n, c in zip(_forwards(plan, len(come)), come, strict=True)]
     ran = [n if c else 0 for n, c in zip(seen.forwards, come, strict=True)]
@@ -193,7 +194,8 @@ def _compared(backend: Backend, source: Source, plan: Plan) -> Plan:
     plain, planned = [], []
     for _ in range(_COMPARED_STEPS):
         plain.append(backend.plans.step(source.model, source.batch, source.loss_fn).seconds)
-        planned.append(play(backend, source, plan.ops, traced=False).step.seconds)
+        run = play(backend, source, plan.ops, options=plan.option_names, traced=False)
+        planned.append(run.step.seconds)
     verified = plan.verified
     assert verified is not None
     found = msgspec.structs.replace(

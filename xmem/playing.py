@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
+from xmem.codec import BITS
 from xmem.errors import CapabilityError, InvalidScheduleError
 from xmem.planner.schedule import Op
 from xmem.predicting import Prediction
@@ -27,6 +28,9 @@ from xmem.records import Mark, Recompute, Step
 REMADE = "inputs made again"
 """The gap of backends where an input that is computed again may differ in its last bits. A stage
 that is kept without its input (docs/planner.md) would be differentiated with such a one."""
+
+PACKED = "packed stages"
+"""The gap of backends that cannot pack what a stage keeps."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,7 @@ class Script:
         backward: for each stage the number of its B.
         loss: the number of L.
         there: for each stage the j of all a_j that are held whenever it is run or differentiated.
+        bits: for each operation the bits that what it keeps is packed in; None: as it is.
     """
 
     ops: tuple[Op, ...]
@@ -48,6 +53,7 @@ class Script:
     backward: tuple[int, ...]
     loss: int
     there: tuple[frozenset[int], ...]
+    bits: tuple[int | None, ...]
 
     def __len__(self) -> int:
         return len(self.sweep)
@@ -64,12 +70,20 @@ class Script:
         dropped = {("Ds", i), ("Da", i), ("Ds", i - 1)}
         return (
             self.ops[first].code == "G"
+            and self.bits[first] is None
             and not again
             and not any((op.code, op.index) in dropped for op in between)
         )
 
 
-def script(ops: Sequence[Op], stages: int) -> Script:
+def packed_option(bits: int) -> str:
+    """Return the name of the option that packs what a stage keeps into a number of bits."""
+    return f"{bits} bits"
+
+
+def script(
+    ops: Sequence[Op], stages: int, options: Sequence[Sequence[str]] | None = None
+) -> Script:
     """Cut a schedule.
 
     Args:
@@ -77,11 +91,12 @@ def script(ops: Sequence[Op], stages: int) -> Script:
         stages: how many stages are called one by one. Stages beyond them are what follows the
             chain, the loss included: they run by themselves, once, and their operations are left
             out.
+        options: for each stage the names of its options; None or empty: each keeps all.
 
     Raises:
         InvalidScheduleError: stages are not swept in order before the loss, a stage is
             differentiated twice, or what follows the chain would be run again.
-        CapabilityError: an option other than 0 (keep all) is asked for.
+        CapabilityError: an option is asked for that cannot be executed.
     """
     kept = tuple(op for op in ops if op.code == "L" or op.index < stages + (op.code == "Da"))
     _check_rest(ops, stages)
@@ -90,11 +105,6 @@ def script(ops: Sequence[Op], stages: int) -> Script:
     backward = [-1] * stages
     loss, at = -1, stages - 1
     for number, op in enumerate(kept):
-        if op.code == "G" and op.option != 0:
-            raise CapabilityError(
-                f"{op} keeps stage {op.index} by option {op.option}; only option 0, keep all, can"
-                " be executed so far"
-            )
         if op.code == "L":
             loss = number
         elif loss < 0:
@@ -119,7 +129,24 @@ def script(ops: Sequence[Op], stages: int) -> Script:
             f" {stages - 1 - at}"
         )
     parts = tuple(map(tuple, sweep)), tuple(map(tuple, back)), tuple(backward)
-    return Script(kept, *parts, loss, _there(kept, stages))
+    bits = tuple(_bits(op, options) for op in kept)
+    return Script(kept, *parts, loss, _there(kept, stages), bits)
+
+
+def _bits(op: Op, options: Sequence[Sequence[str]] | None) -> int | None:
+    """Return the bits that an operation packs what it keeps into."""
+    if op.code != "G" or op.option == 0:
+        return None
+    named = options[op.index] if options else ()
+    name = named[op.option] if op.option < len(named) else f"option {op.option}"
+    for bits in BITS:
+        if name == packed_option(bits):
+            return bits
+    valid = ", ".join(map(packed_option, BITS))
+    raise CapabilityError(
+        f"{op} keeps stage {op.index} by option {op.option}, {name!r}; what can be executed is"
+        f" option 0, keep all, and {valid}"
+    )
 
 
 def _there(ops: Sequence[Op], stages: int) -> tuple[frozenset[int], ...]:

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from xmem.codec import check_bits
 from xmem.errors import UsageError
 from xmem.planned import refuse_recomputed
 from xmem.planner.chain import LOSS_STAGE, OPTION_NAMES, Chain, Option, Skip, Stage
 from xmem.planner.schedule import Op
-from xmem.playing import REMADE
+from xmem.playing import REMADE, packed_option
 from xmem.records import HEAD, REST, TAIL, Mark
 from xmem.staging import Stages, find_stages, forget_number, named_stages
 from xmem.steps import LossFunction, Played, Source, check_step, every, play
@@ -57,10 +58,13 @@ def profile(
     loss_fn: LossFunction,
     *,
     stages: str | Sequence[str] = "auto",
+    compress: Sequence[int] = (),
     repeats: int = 3,
     name: str = "",
 ) -> Profile:
     """Measure a model as a chain; see `xmem.profile`."""
+    for bits in compress:
+        check_bits(bits)
     check_step(backend, model, loss_fn, "xmem.profile")
     refuse_recomputed(backend, model)
     if not isinstance(repeats, int) or repeats < 1:
@@ -77,14 +81,23 @@ def profile(
         # A stage holds its output to its backward, which the loss need not: logits, mostly.
         source = Source(model, batch, loss_fn, found.without_last())
         play(backend, source, every(len(source.stages.names)))
-    ops = every(len(source.stages.names))
     played, untraced = [], []
     for _ in range(repeats):
-        played.append(play(backend, source, ops))
+        played.append(play(backend, source, every(len(source.stages.names))))
+        ops = every(len(source.stages.names))
         untraced.append(play(backend, source, ops, traced=False).step.seconds)
+    packed = {bits: _packed(backend, source, bits, repeats) for bits in dict.fromkeys(compress)}
     batch_bytes = backend.plans.bytes_of(backend.plans.tensors(batch))
     kind = name or type(model).__name__
-    return _profile(backend, source, played, min(untraced), batch_bytes, kind)
+    return _profile(backend, source, played, packed, min(untraced), batch_bytes, kind)
+
+
+def _packed(backend: Backend, source: Source, bits: int, repeats: int) -> list[Played]:
+    """Return steps in which what every stage keeps is packed."""
+    count = len(source.stages.names)
+    options = [(OPTION_NAMES[0], packed_option(bits))] * count
+    runs = [play(backend, source, every(count, 1), options=options) for _ in range(repeats + 1)]
+    return runs[1:]  # the first warms up
 
 
 def _stages(
@@ -103,6 +116,7 @@ def _profile(
     backend: Backend,
     source: Source,
     played: Sequence[Played],
+    packed: Mapping[int, Sequence[Played]],
     step_seconds: float,
     batch_bytes: int,
     name: str,
@@ -115,8 +129,8 @@ def _profile(
     """
     first = played[0]
     ops = every(len(source.stages.names))
-    marks = {m.op: m for m in first.marks}
-    times = {op: min(m.seconds for p in played for m in p.marks if m.op == op) for op in marks}
+    marks, times = _of(played)
+    others = {bits: _of(runs) for bits, runs in packed.items()}
     by_stage: dict[int, dict[str, int]] = {}
     for number, op in enumerate(ops):
         if op.code in ("N", "G", "B"):
@@ -129,6 +143,14 @@ def _profile(
             {code: marks[numbers[at]] for code, at in by_stage[i].items()},
             {c: times[numbers[at]] + beyond * (c == "N") for c, at in by_stage[i].items()},
             first.value_bytes[i + 1],
+            [
+                _option(
+                    packed_option(bits),
+                    {code: found[numbers[by_stage[i][code]]] for code in "GB"},
+                    {code: spent[numbers[by_stage[i][code]]] for code in "GB"},
+                )
+                for bits, (found, spent) in others.items()
+            ],
             differentiated=first.differentiated[i],
         )
         for i, stage_name in enumerate(source.stages.names)
@@ -157,6 +179,13 @@ def _profile(
     )
 
 
+def _of(played: Sequence[Played]) -> tuple[dict[int, Mark], dict[int, float]]:
+    """Return the marks of a step by operation, and the least time of each in several."""
+    marks = {m.op: m for m in played[0].marks}
+    times = {op: min(m.seconds for p in played for m in p.marks if m.op == op) for op in marks}
+    return marks, times
+
+
 def _script_numbers(ops: Sequence[Op], stages: int) -> dict[int, int]:
     """Return the numbers that operations have in the script, which leaves the loss's own out."""
     kept = [
@@ -170,23 +199,30 @@ def _stage(
     marks: Mapping[str, Mark],
     seconds: Mapping[str, float],
     made_bytes: int,
+    packed: Sequence[Option],
     *,
     differentiated: bool,
 ) -> Stage:
-    forward, kept, backward = marks["N"], marks["G"], marks["B"]
+    forward = marks["N"]
     temporary = max(forward.peak_bytes - forward.before_bytes - made_bytes, 0)
     if not differentiated:  # it is never run again, and keeps its output like any other
         option = Option(OPTION_NAMES[0], seconds["N"], 0.0, made_bytes, temporary, 0)
         return Stage(name, seconds["N"], temporary, (option,))
-    option = Option(
-        name=OPTION_NAMES[0],
+    whole = _option(OPTION_NAMES[0], marks, seconds)
+    less = [o for o in packed if o.kept_bytes < whole.kept_bytes]
+    return Stage(name, seconds["N"], temporary, (whole, *less))
+
+
+def _option(name: str, marks: Mapping[str, Mark], seconds: Mapping[str, float]) -> Option:
+    kept, backward = marks["G"], marks["B"]
+    return Option(
+        name=name,
         forward_seconds=seconds["G"],
         backward_seconds=seconds["B"],
         kept_bytes=max(kept.after_bytes - kept.before_bytes, 0),
         forward_extra_bytes=max(kept.peak_bytes - kept.after_bytes, 0),
         backward_extra_bytes=max(backward.peak_bytes - backward.before_bytes, 0),
     )
-    return Stage(name, seconds["N"], temporary, (option,))
 
 
 def _alike(stages: Sequence[Stage]) -> list[Stage]:
@@ -197,27 +233,19 @@ def _alike(stages: Sequence[Stage]) -> list[Stage]:
     return [_mean(stage, kinds[_bytes_of(stage)]) for stage in stages]
 
 
-def _bytes_of(stage: Stage) -> tuple[int, ...]:
-    [option] = stage.options
-    return (
-        stage.temporary_bytes,
-        option.kept_bytes,
-        option.forward_extra_bytes,
-        option.backward_extra_bytes,
-    )
+def _bytes_of(stage: Stage) -> tuple[int | tuple[int, ...], ...]:
+    sizes = [(o.kept_bytes, o.forward_extra_bytes, o.backward_extra_bytes) for o in stage.options]
+    return (stage.temporary_bytes, *sizes)
 
 
 def _mean(stage: Stage, kind: Sequence[Stage]) -> Stage:
-    [option] = stage.options
-    forward = statistics.median(s.options[0].forward_seconds for s in kind)
-    backward = statistics.median(s.options[0].backward_seconds for s in kind)
-    made = Option(
-        option.name,
-        forward,
-        backward,
-        option.kept_bytes,
-        option.forward_extra_bytes,
-        option.backward_extra_bytes,
+    options = tuple(
+        replace(
+            option,
+            forward_seconds=statistics.median(s.options[k].forward_seconds for s in kind),
+            backward_seconds=statistics.median(s.options[k].backward_seconds for s in kind),
+        )
+        for k, option in enumerate(stage.options)
     )
     alone = statistics.median(s.forward_seconds for s in kind)
-    return Stage(stage.name, alone, stage.temporary_bytes, (made,))
+    return Stage(stage.name, alone, stage.temporary_bytes, options)

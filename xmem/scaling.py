@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from xmem import accumulating, api, loop
+from xmem import accumulating, api, in_backward, loop
 from xmem.errors import UsageError
 
 
@@ -68,8 +68,15 @@ class GradScaler:
         self._steps = 0
 
     def scale(self, loss: Any) -> Any:
-        """Return the loss, a scalar, multiplied by the scale."""
-        return self._scaler.scale(loss) if self.enabled else loss
+        """Return the loss, a scalar, multiplied by the scale.
+
+        Raises:
+            CompositionError: an optimizer steps in backward, where it cannot be unscaled before.
+        """
+        if not self.enabled:
+            return loss
+        in_backward.check("GradScaler.scale")
+        return self._scaler.scale(loss)
 
     def unscale_(self, optimizer: Any) -> None:
         """Divide the optimizer's gradients by the scale, once before `step`; for clipping.

@@ -90,22 +90,41 @@ def check_step(backend: Backend, model: Any, loss_fn: Any, what: str) -> None:
         )
 
 
-def every(stages: int) -> list[Op]:
-    """Return the schedule in which each of some stages is recomputed just before its backward."""
+def every(stages: int, option: int = 0) -> list[Op]:
+    """Return the schedule in which each of some stages is recomputed just before its backward.
+
+    Args:
+        stages: how many are called.
+        option: by which they are kept then.
+    """
     ops = [Op("N", i) for i in range(stages)] + [Op("G", stages), Op("L"), Op("B", stages)]
     for i in reversed(range(stages)):
         # Its output goes when it has been read; sooner would hide what the loss leaves.
-        ops += [Op("G", i), Op("B", i), Op("Da", i + 1)]
+        ops += [Op("G", i, option), Op("B", i), Op("Da", i + 1)]
     return ops
 
 
-def play(backend: Backend, source: Source, ops: Sequence[Op], *, traced: bool = True) -> Played:
+def play(
+    backend: Backend,
+    source: Source,
+    ops: Sequence[Op],
+    *,
+    options: Sequence[Sequence[str]] | None = None,
+    traced: bool = True,
+) -> Played:
     """Run a step under a schedule; leaves the model as it was.
+
+    Args:
+        backend: of the model.
+        source: the model.
+        ops: the schedule.
+        options: the names of each stage's options; None: each has one, which keeps all.
+        traced: note what each operation takes.
 
     Raises:
         UsageError: the model's stages are not called.
     """
-    conductor = conduct(backend, source.stages, ops, traced=traced)
+    conductor = conduct(backend, source.stages, ops, options=options, traced=traced)
     undo = install(backend, source.stages, conductor)
     try:
         step = backend.plans.step(source.model, source.batch, source.loss_fn)

@@ -41,6 +41,24 @@ Facts = tuple[tuple[int, ...], str]
 _KEPT_FLAGS = ("auto_mixed_precision_level", "amp_reg")
 
 
+_depth = 0
+
+
+@contextmanager
+def _called() -> Iterator[None]:
+    global _depth
+    _depth += 1
+    try:
+        yield
+    finally:
+        _depth -= 1
+
+
+def running() -> bool:
+    """Say whether a call is being made."""
+    return _depth > 0
+
+
 def flags_in_force() -> dict[str, int]:
     """Return Jittor's flags that change what an operation computes."""
     return {name: getattr(jt.flags, name) for name in _KEPT_FLAGS}
@@ -93,7 +111,8 @@ class Call:
     def _call(self, inputs: Sequence[Any]) -> Any:
         args, kwargs = fill(snapshot(self._template), inputs)
         given = snapshot(args), snapshot(kwargs)
-        result = self._function(*args, **kwargs)
+        with _called():
+            result = self._function(*args, **kwargs)
         if not (unchanged(args, given[0]) and unchanged(kwargs, given[1])):
             notices.refuse_filled_containers(self.name)
         return result

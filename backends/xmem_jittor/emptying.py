@@ -6,6 +6,7 @@ See `native/emptying.cc`.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +41,30 @@ def empty(var: Any, end: Any) -> Emptied:
     """
     views = _views(var, end)
     done = anchor()
+    for view in views:
+        done = calling(done, _EMPTY, {"empty": _address("empty")}, view)
+    return Emptied(views, done)
+
+
+def empty_views(var: Any, ends: Sequence[Any], done: Any) -> Emptied:
+    """Let a tensor and its views lose their memory when the graph gets here.
+
+    Args:
+        var: where a graph that is kept begins.
+        ends: where it ends; they and what is made of them keep their memory, also if they are
+            views.
+        done: there when nothing reads the tensor before backward any more.
+    """
+    capacity = 64
+    while True:
+        found = (ctypes.c_longlong * capacity)()
+        count = native.saving().xmem_jittor_views_before(
+            var.var_ptr, *native.addresses(ends), found, capacity
+        )
+        if count <= capacity:
+            break
+        capacity = count
+    views = [jt.wrap_var_addr(address) for address in found[:count]]
     for view in views:
         done = calling(done, _EMPTY, {"empty": _address("empty")}, view)
     return Emptied(views, done)

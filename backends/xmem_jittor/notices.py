@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jittor as jt
 
 from xmem.errors import CompositionError, XmemWarning
 from xmem.kept import Found
+from xmem_jittor import native
 
 _EAGER = (
     "jt.flags.lazy_execution is 0, which keeps every tensor that Python sees. Checkpointed regions"
@@ -18,6 +19,7 @@ _EAGER = (
 )
 
 _eager_told = False
+_waited_told = False
 _aside_told: set[str] = set()
 
 
@@ -141,4 +143,37 @@ def refuse_other_readers(name: str, called: int, stages: int) -> NoReturn:
         " asks for its gradient. On Jittor gradients come to it through stages only. Hand it to a"
         " stage as an argument, as it is; pass y.detach() where no gradient is needed; or let one"
         " stage span both readers."
+    )
+
+
+def refuse_unpacked_twice(name: str) -> NoReturn:
+    """Say that the gradients of what was packed come once."""
+    raise CompositionError(
+        f"gradients were asked for twice through {name!r}, whose activations were compressed. They"
+        " are given back in the first backward; compute the loss again, or call jt.grad once for"
+        " all targets."
+    )
+
+
+def refuse_unpacked_twice_differentiated() -> None:
+    """Say that second derivatives are not to be had."""
+    raise CompositionError(
+        "second derivatives were asked for through layers whose activations were compressed. They"
+        " are differentiated once; compute what you differentiate twice outside of the block of"
+        " xmem.compress_activations."
+    )
+
+
+def warn_if_waited_for(outputs: Sequence[Any]) -> None:
+    """Say, once, that values were computed before their backward was built."""
+    global _waited_told
+    if _waited_told or not all(native.saving().xmem_jittor_is_there(v.var_ptr) for v in outputs):
+        return
+    _waited_told = True
+    warnings.warn(
+        "a value was waited for before backward (loss.item(), loss.sync(), print(loss)). Jittor"
+        " then keeps also what backward would have computed again by the way, so that compressed"
+        " activations save less. Ask for gradients first, then look at the loss.",
+        XmemWarning,
+        stacklevel=3,
     )

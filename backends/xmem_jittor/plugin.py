@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from xmem_jittor.models import Models
     from xmem_jittor.plans import Plans
     from xmem_jittor.precision import Precision
+    from xmem_jittor.quantize import Quantize
+    from xmem_jittor.saved import Saved
     from xmem_jittor.training import Training
 
 
@@ -87,3 +89,19 @@ def xmem_plans(session: Session) -> Plans:
     from xmem_jittor.plans import Plans
 
     return Plans(session.device)
+
+
+@hookimpl
+def xmem_saved(session: Session) -> Saved:
+    """Pack what backward will read, through a walk over an unexecuted backward."""
+    from xmem_jittor.saved import Saved
+
+    return Saved(session.device)
+
+
+@hookimpl
+def xmem_quantize(session: Session) -> Quantize:
+    """Keep optimizer states and weights in few bits."""
+    from xmem_jittor.quantize import Quantize
+
+    return Quantize(session.device)

@@ -15,6 +15,7 @@ from xmem.casting import current
 from xmem.casting import in_force as casting_in_force
 from xmem.errors import CompositionError
 from xmem_jittor import halves
+from xmem_jittor.trial import note_kept, trying
 
 
 def in_force() -> Hashable:
@@ -94,6 +95,7 @@ class Half(jt.Function):
             x.detach() if number is None else _rounding(number, x, self.dtype)
             for x, number in zip(inputs, self.numbers, strict=True)
         ]
+        note_kept([x.value if isinstance(x, _Rounded) else x for x in self.kept])
         with casting_in_force(None):
             output = self.operation(*self._working())
         # Detached, or it would be kept as what its own operation needs in backward.
@@ -115,7 +117,8 @@ class Half(jt.Function):
             output = self.operation(*inputs)
             feed = Feed([halves.cast(gradient, output.dtype)])
             found = jt.grad(feed(output), inputs, retain_graph=False)
-        self.kept = []
+        if not trying():
+            self.kept = []
         return [_returned(g, dtype) for g, dtype in zip(found, self.dtypes, strict=True)]
 
 
@@ -153,6 +156,7 @@ class HalfOutput(jt.Function):
             output = self.operation(halves.to_float32(half) if self.in_float32 else half)
         output = halves.to_half(output, self.dtype)
         self.kept = output.detach()
+        note_kept([self.kept])
         return output
 
     def grad(self, gradient: Any) -> Any:
@@ -161,7 +165,8 @@ class HalfOutput(jt.Function):
             refuse_twice()
         with casting_in_force(None):
             found = self.derivative(halves.to_float32(gradient), halves.to_float32(self.kept))
-        self.kept = None
+        if not trying():
+            self.kept = None
         return _returned(found, self.input_dtype)
 
 

@@ -28,6 +28,9 @@ from xmem_jittor import notices, regions
 from xmem_jittor.calls import Call, flags_in_force
 from xmem_jittor.differentiate import differentiate
 from xmem_jittor.graph import let_go, maker_of, newest_node, refuse_second_derivatives, tape_of
+from xmem_jittor.keeping import Packed, origin_of, packs
+from xmem_jittor.remaking import Remade
+from xmem_jittor.trial import trying
 
 
 def ambient() -> Hashable | None:
@@ -59,7 +62,7 @@ class _Input:
     """An input of a call.
 
     Attributes:
-        value: a view of it, or None where the call before returns it.
+        value: a view of it, or what it is packed in, or None where the call before returns it.
         before: which output of the call before it is.
         wanted: gradients are asked for.
     """
@@ -76,6 +79,7 @@ class _Link:
     Attributes:
         call: the call.
         inputs: its inputs.
+        sources: shape and type of what gets its gradients.
         taped: the float outputs' places on the tape, where it is taped.
         alive: returns None when the tape has let go of the call.
         again: inputs, views of reads, and outputs of the second pass, once it has run.
@@ -84,6 +88,7 @@ class _Link:
 
     call: Call
     inputs: list[_Input]
+    sources: list[tuple[Any, Any]] = field(default_factory=list)
     taped: list[int] = field(default_factory=list)
     alive: Callable[[], Any] = lambda: None
     again: tuple[list[Any], list[Any], list[Any]] | None = None
@@ -135,6 +140,7 @@ class Segment:
             handed_on = [v for v, i in zip(given, inputs, strict=True) if i.value is None]
             if link.taped:
                 _let_go_when_dropped(link, handed_on)
+                _pack(given, inputs)
         self._links.append(link)
         self._whole = ends
         if not ends:
@@ -177,6 +183,7 @@ class Segment:
         if taped:
             callback = functools.partial(self._backward, link)
             jt.tape_together([v.tape() for v in sources], taped, callback)
+            link.sources = [(v.shape, v.dtype) for v in sources]
             link.taped = [tape_of(v) for v in taped]
             link.alive = weakref.ref(callback)
         return outputs
@@ -188,6 +195,8 @@ class Segment:
             link: the call.
             gradients: of its floating-point outputs; None where there is none.
         """
+        if trying():
+            return [jt.zeros(shape, dtype) for shape, dtype in link.sources]
         position = self._links.index(link)
         if link.spent or (self._computed and link.again is None):
             notices.refuse_twice(link.call.name)
@@ -218,7 +227,8 @@ class Segment:
         outputs: list[Any] = []
         for link in self._links[: position + 1]:
             inputs = [
-                _view(outputs[i.before] if i.value is None else i.value, i) for i in link.inputs
+                _view(outputs[i.before] if i.value is None else _whole(i.value), i)
+                for i in link.inputs
             ]
             views = link.call.views()
             outputs = link.call.second_pass(inputs, views)
@@ -254,6 +264,11 @@ def continued(args: Sequence[Any], kwargs: Mapping[str, Any], now: Hashable) -> 
     return Segment(now)
 
 
+def is_inside() -> bool:
+    """Say whether a region is being differentiated."""
+    return _depth > 0
+
+
 _unfinished: weakref.WeakSet[Segment] = weakref.WeakSet()
 _depth = 0
 
@@ -282,6 +297,24 @@ def _let_go_when_dropped(link: _Link, handed_on: Sequence[Any]) -> None:
 
 def _detached(var: Any, wanted: bool) -> Any:
     return var.detach() if wanted else var.detach().stop_grad()
+
+
+def _pack(given: Sequence[Any], inputs: Sequence[_Input]) -> None:
+    """Pack the inputs that are kept, where a block of `saved.py` is entered."""
+    block = packs()
+    if block is None or is_inside():
+        return
+    layer, module = ("", None)
+    if block.running:
+        layer, module = block.running[-1].path, block.running[-1].module
+    for var, entry in zip(given, inputs, strict=True):
+        if entry.value is not None and entry.wanted:
+            packed = block.keep(entry.value, origin_of(var), layer, module)
+            entry.value = entry.value if packed is None else packed
+
+
+def _whole(value: Any) -> Any:
+    return value.unpacked() if isinstance(value, (Packed, Remade)) else value
 
 
 def _view(value: Any, of: _Input) -> Any:

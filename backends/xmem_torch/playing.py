@@ -120,8 +120,16 @@ class PlanRun:
         how = replace(self._how, name=self._names[stage])
         call = StageCall(stage, function, inputs, how)
         self._calls.append(call)
-        around = self._marks.around(self._script.sweep[stage][0])
-        return call.first_pass(args, kwargs, places, keep=keep, recall=self._recall, around=around)
+        first = self._script.sweep[stage][0]
+        return call.first_pass(
+            args,
+            kwargs,
+            places,
+            keep=keep,
+            bits=self._script.bits[first],
+            recall=self._recall,
+            around=self._marks.around(first),
+        )
 
     def marks(self) -> list[Mark]:
         """Return the marks, empty ones of what did not run: a stage that no gradient comes to."""
@@ -161,12 +169,21 @@ class PlanRun:
         elif op.code == "Ds":
             self._drop_kept(op.index)
         elif op.code in "NG":
-            self._run_again(op.index, keep=op.code == "G", around=self._marks.around(number))
+            bits = self._script.bits[number]
+            around = self._marks.around(number)
+            self._run_again(op.index, keep=op.code == "G", around=around, bits=bits)
 
-    def _run_again(self, stage: int, *, keep: bool, around: AbstractContextManager[Any]) -> None:
+    def _run_again(
+        self,
+        stage: int,
+        *,
+        keep: bool,
+        around: AbstractContextManager[Any],
+        bits: int | None = None,
+    ) -> None:
         call = self._calls[stage]
         values = {j: self._held(j) for j in call.reads}
-        made = call.second_pass(values, keep=keep, around=around)
+        made = call.second_pass(values, keep=keep, around=around, bits=bits)
         self.forwards[stage] += 1
         self._between.put(stage + 1, made, keep=keep)
 

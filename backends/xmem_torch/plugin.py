@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from xmem_torch.models import Models
     from xmem_torch.plans import Plans
     from xmem_torch.precision import Precision
+    from xmem_torch.quantize import Quantize
+    from xmem_torch.saved import Saved
     from xmem_torch.training import Training
 
 
@@ -76,3 +78,19 @@ def xmem_plans(session: Session) -> Plans:
     from xmem_torch.plans import Plans
 
     return Plans(session.device)
+
+
+@hookimpl
+def xmem_saved(session: Session) -> Saved:
+    """Pack what backward will read, through saved-tensor hooks."""
+    from xmem_torch.saved import Saved
+
+    return Saved(session.device)
+
+
+@hookimpl
+def xmem_quantize(session: Session) -> Quantize:
+    """Keep optimizer states and weights in few bits."""
+    from xmem_torch.quantize import Quantize
+
+    return Quantize(session.device)

@@ -9,7 +9,7 @@ view of one, is read from whatever copy of that value there is in backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
@@ -26,8 +26,9 @@ from xmem.records import Recompute
 from xmem_torch import left
 from xmem_torch.generators import Generators
 from xmem_torch.inputs import Inputs
+from xmem_torch.kept import Keeper, taken
 from xmem_torch.surroundings import Surroundings, casts_not_cached
-from xmem_torch.tensors import shown, version
+from xmem_torch.tensors import shown
 from xmem_torch.values import Part, Places, Value
 
 _DEVICES = ("cpu", "cuda")
@@ -69,6 +70,7 @@ class StageCall:
         places: Places,
         *,
         keep: bool,
+        bits: int | None,
         recall: Callable[[tuple[int, int]], torch.Tensor],
         around: AbstractContextManager[Any],
     ) -> Any:
@@ -79,6 +81,7 @@ class StageCall:
             kwargs: those with keywords.
             places: where the values so far lie.
             keep: what it saves for backward.
+            bits: what that is packed into; None: it stays as it is.
             recall: is asked for a saved tensor by (stage, number).
             around: stands around the call itself.
 
@@ -89,15 +92,16 @@ class StageCall:
         self._random = Generators(self._inputs.tensors) if self._how.preserve_rng else None
         self._autocast = _autocast()
         number, facts = self._number, self._facts
-        self.kept = [] if keep else None
-        read = self._inputs.leaves
-        now = [self.kept]  # nodes hold the hook, which must not hold what is kept
+        keeper = self._keeper(places, bits) if keep else None
+        self.kept = None if keeper is None else keeper.kept
+        now = [keeper]  # nodes hold the hook, which must not hold what is kept
+        del keeper
 
         def save(tensor: torch.Tensor) -> tuple[int, int]:
-            [kept] = now
+            [keeper] = now
             facts.append(self._fact(tensor))
-            if kept is not None:
-                kept.append(_kept_form(tensor, places, read))
+            if keeper is not None:
+                keeper.save(tensor)
             return number, len(facts) - 1
 
         counted = keep or current() is None
@@ -110,6 +114,8 @@ class StageCall:
                 around,
             ):
                 output = settled(self._function(*args, **kwargs))
+                if now[0] is not None:
+                    now[0].ended(leaves(output, torch.Tensor))
             changed = self._inputs.changed()
         finally:
             self.running = False
@@ -126,23 +132,29 @@ class StageCall:
         return output
 
     def second_pass(
-        self, values: Mapping[int, Value], *, keep: bool, around: AbstractContextManager[Any]
+        self,
+        values: Mapping[int, Value],
+        *,
+        keep: bool,
+        around: AbstractContextManager[Any],
+        bits: int | None = None,
     ) -> Value:
         """Run the function again; returns its output.
 
         Args:
             values: copies of those that it reads, by number.
             keep: what it saves for backward.
+            bits: what that is packed into; None: it stays as it is.
             around: stands around the call itself.
 
         Raises:
             RecomputeMismatchError: it does not do what it did before.
         """
         args, kwargs = self._inputs.again(values, self.name)
-        places, read = Places(), self._inputs.leaves
+        places = Places()
         for number in self.reads if keep else ():
             places.add(number, values[number].tensors)
-        kept: list[Any] = []
+        keeper = self._keeper(places, bits)
         count = 0
 
         def save(tensor: torch.Tensor) -> None:
@@ -150,7 +162,7 @@ class StageCall:
             self._compare(count, tensor)
             count += 1
             if keep:
-                kept.append(_kept_form(tensor, places, read))
+                keeper.save(tensor)
 
         def recall(_: object) -> torch.Tensor:
             raise differentiated_inside(self.name)
@@ -168,11 +180,12 @@ class StageCall:
             stack.enter_context(saved_tensors_hooks(save, recall))
             stack.enter_context(around)
             made = Value(leaves(settled(self._function(*args, **kwargs)), torch.Tensor))
+            keeper.ended(made.tensors)
         if count != len(self._facts):
             what = f"it saves {count} tensors for backward, the first pass {len(self._facts)}"
             raise mismatch(self.name, what, self._surroundings.cause("cache"))
         if keep:
-            self.kept = kept
+            self.kept = keeper.kept
         return made
 
     def there(self, index: int) -> bool:
@@ -204,12 +217,7 @@ class StageCall:
         found = self.kept[index]
         if give_up:
             self.kept[index] = None
-        if isinstance(found, Part):
-            tensor = None if value is None else found.of(value)
-            changed = value is not None and value.changed(found.leaf)
-        else:
-            tensor, was = found
-            changed = version(tensor) != was
+        tensor, changed = taken(found, value)
         if changed:
             what = f"a tensor that it saved, {shown(*self._facts[index][:2])}, has been changed in"
             raise mismatch(self.name, f"{what} place", "in_place")
@@ -224,6 +232,9 @@ class StageCall:
             self._released = True
             self._inputs.release()
             del self._function, self._surroundings  # they may have closed over the graph
+
+    def _keeper(self, places: Places, bits: int | None) -> Keeper:
+        return Keeper(places, self._inputs.leaves, bits, self._surroundings.modules)
 
     def _fact(self, tensor: torch.Tensor) -> tuple[Any, ...]:
         values = self._surroundings.sampled(tensor) if self._how.check_values else None
@@ -262,7 +273,12 @@ class PlainCall:
         self.kept: list[Any] | None = []
 
     def second_pass(
-        self, values: Mapping[int, Value], *, keep: bool, around: AbstractContextManager[Any]
+        self,
+        values: Mapping[int, Value],
+        *,
+        keep: bool,
+        around: AbstractContextManager[Any],
+        bits: int | None = None,
     ) -> Value:
         """Refuse: only a second backward can ask for it."""
         raise CompositionError(
@@ -281,17 +297,6 @@ def differentiated_inside(name: str) -> CompositionError:
         f"{name!r} differentiates inside its forward, of which its plan keeps nothing. Leave it out"
         " of the planned stages."
     )
-
-
-def _kept_form(
-    tensor: torch.Tensor, places: Places, read: Collection[tuple[int, int]]
-) -> Part | tuple[torch.Tensor, int]:
-    """Return a saved tensor as it is kept: as a part of a value that is read, or by itself."""
-    part = places.part(tensor, read)
-    if part is not None:
-        return part
-    alias = tensor.detach()  # a node that holds its own output is a cycle that is never freed
-    return alias, version(alias)
 
 
 def _autocast() -> list[tuple[str, bool, torch.dtype]]:

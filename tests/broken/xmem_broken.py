@@ -282,6 +282,62 @@ class ConstantRun(Delegate):
         ]
 
 
+class NoopSaved(Delegate):
+    """Compression that packs nothing, and says so of no step."""
+
+    def saving(self, policy, *, model):
+        return nullcontext()
+
+
+class PolicyLie(Delegate):
+    """Compression that does something else than the policy says."""
+
+    def saving(self, policy, *, model):
+        return self._real.saving(self.policy(policy), model=model)
+
+
+class OneSeed(Delegate):
+    def choose(self, candidate):
+        return dataclasses.replace(self._real.choose(candidate), seed=1)
+
+
+class StuckSaved(PolicyLie):
+    """Compression that rounds alike every time, so that the mean never comes closer."""
+
+    policy = OneSeed
+
+
+class FewBits(Delegate):
+    def choose(self, candidate):
+        choice = self._real.choose(candidate)
+        return dataclasses.replace(choice, bits=choice.bits and 2)
+
+
+class CoarseSaved(PolicyLie):
+    """Compression into fewer bits than were asked for."""
+
+    policy = FewBits
+
+
+class NoopOptimizers(Delegate):
+    """Optimizers whose states stay in float32."""
+
+    def make_optimizer(self, rule, parameters, options, *, state_bits):
+        return self._real.make_optimizer(rule, parameters, options, state_bits=32)
+
+    def quantize_optimizer(self, optimizer, bits, *, min_elements):
+        return self._real.quantize_optimizer(optimizer, bits, min_elements=1 << 60)
+
+
+class NoopWeights(Delegate):
+    """Weights that stay as they are, with a receipt for what was not done."""
+
+    def quantize_weights(self, model, bits, scheme, **options):
+        receipt = self._real.quantize_weights(model, bits, scheme, **options)
+        receipt.undo()
+        return receipt
+
+
 LIES = {
     "noop_checkpoint": ("checkpoint", NoopCheckpoint),
     "twice_checkpoint": ("checkpoint", TwiceCheckpoint),
@@ -307,6 +363,11 @@ LIES = {
     "detaching_plan": ("plans", DetachingPlan),
     "holding_plan": ("plans", HoldingPlan),
     "constant_marks": ("plans", ConstantMarks),
+    "noop_compression": ("saved", NoopSaved),
+    "stuck_compression": ("saved", StuckSaved),
+    "coarse_compression": ("saved", CoarseSaved),
+    "noop_optimizers": ("quantize", NoopOptimizers),
+    "noop_weights": ("quantize", NoopWeights),
 }
 
 
@@ -352,6 +413,14 @@ class Twin:
     @hookimpl
     def xmem_plans(self, session):
         return self._hook("plans", session)
+
+    @hookimpl
+    def xmem_saved(self, session):
+        return self._hook("saved", session)
+
+    @hookimpl
+    def xmem_quantize(self, session):
+        return self._hook("quantize", session)
 
 
 def __getattr__(name):

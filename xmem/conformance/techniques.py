@@ -93,6 +93,10 @@ def _autocast(backend: Backend, target: Target) -> Applied:
     return Applied(forward_context=lambda: xmem.autocast(dtype), dtype=dtype)
 
 
+def _compress(backend: Backend, target: Target) -> Applied:
+    return Applied(forward_context=lambda: xmem.compress_activations(bits=8, model=target.model))
+
+
 _PLAN_SHARE = 0.1
 """The budget of a plan: the least, and this share of the way to what keeps everything."""
 
@@ -103,6 +107,7 @@ TECHNIQUES: dict[str, Technique] = {
         Technique("checkpoint", ("checkpoint",), 1e-6, 1e-5, _checkpoint),
         Technique("plan", ("checkpoint", "plans"), 1e-6, 1e-5, _plan),
         Technique("autocast", ("precision",), 2e-2, 1e-1, _autocast),
+        Technique("compress", ("saved",), 1e-2, 2e-2, _compress),
     )
 }
 

@@ -48,7 +48,7 @@ def test_its_categories_add_up(result: Result) -> None:
     assert result.by_category.get("activation", 0) > 0
 
 
-@pytest.mark.technique("checkpoint", "plan", "autocast")
+@pytest.mark.technique("checkpoint", "plan", "autocast", "compress")
 def test_its_losses_are_the_baselines(case: Case, result: Result, baseline: Result) -> None:
     """Within the technique's tolerance, at every step."""
     difference = loss_difference(result.losses, baseline.losses)
@@ -58,7 +58,7 @@ def test_its_losses_are_the_baselines(case: Case, result: Result, baseline: Resu
     )
 
 
-@pytest.mark.technique("checkpoint", "plan", "autocast")
+@pytest.mark.technique("checkpoint", "plan", "autocast", "compress")
 def test_its_gradients_are_the_baselines(
     case: Case, result: Result, baseline: Result, results_folder: Path
 ) -> None:
@@ -72,7 +72,7 @@ def test_its_gradients_are_the_baselines(
     assert error <= technique(case.technique).gradient_tolerance
 
 
-@pytest.mark.technique("baseline", "autocast")
+@pytest.mark.technique("baseline", "autocast", "compress")
 def test_plain_blocks_run_once(result: Result) -> None:
     """No block runs twice without being asked to."""
     if result.block_forward_calls is None:
@@ -117,6 +117,24 @@ def test_autocast_lowers_what_is_kept(result: Result, baseline: Result) -> None:
     assert result.peak_above_static_bytes < baseline.peak_above_static_bytes, (
         f"{result.peak_above_static_bytes} bytes against {baseline.peak_above_static_bytes}"
     )
+
+
+@pytest.mark.technique("compress")
+def test_compression_lowers_the_peak_and_rounds(
+    case: Case, result: Result, baseline: Result, results_folder: Path
+) -> None:
+    """Fewer bytes at the peak; gradients without any error would mean that nothing was packed."""
+    assert result.peak_above_static_bytes is not None
+    assert baseline.peak_above_static_bytes is not None
+    assert result.peak_above_static_bytes < baseline.peak_above_static_bytes, (
+        f"{result.peak_above_static_bytes} bytes against {baseline.peak_above_static_bytes}"
+    )
+    assert result.losses[0] == pytest.approx(baseline.losses[0], rel=1e-6)
+    found, expected = (
+        dict(np.load(result_path(r.case, results_folder).with_suffix(".npz")))
+        for r in (result, baseline)
+    )
+    assert relative_error(found, expected) > 1e-6
 
 
 def test_baseline_losses_agree_across_backends(pair: tuple[Case, Case], results: Results) -> None:

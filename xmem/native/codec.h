@@ -181,7 +181,7 @@ void dequantize(uint32_t header, const uint8_t* __restrict codes, float* __restr
             for (int i = 0; i < BLOCK; i++) {
                 int k = codes[i] & (HALF - 1), count = levels(BITS, MODE_SPECIAL);
                 uint32_t sign = (codes[i] & HALF) << SIGN_SHIFT;
-                float v = (float)k * scale;
+                float v = std::min((float)k * scale, largest);
                 uint32_t b = k == count + 1 ? INFINITE : bits_of(k ? v : tiny);
                 if (BITS == 2 || k == count + 2) b = 0x7fc00000u, sign = 0;
                 x[i] = float_of(b | sign);

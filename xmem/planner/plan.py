@@ -20,7 +20,7 @@ from xmem.report.model import write_whole
 if TYPE_CHECKING:
     from xmem.receipts import Receipt
 
-PLAN_SCHEMA_VERSION = 2
+PLAN_SCHEMA_VERSION = 3
 
 
 class Verified(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,6 +71,8 @@ class Plan:
         gap: no schedule of the family is faster by more than this share of `store_all_seconds`;
             0.0: it is the optimum of the family.
         options: for each stage the name of the option by which its backward finds it.
+        option_names: for each stage the names of all its options, which the numbers in `ops` mean;
+            empty: each has one, which keeps all.
         stage_names: of the chain; by these a model's stages are found again.
         store_all_peak_bytes: what a step holds that keeps everything, as each stage's option 0.
         traced: the stages are those of a traced forward, not modules.
@@ -90,6 +92,7 @@ class Plan:
     store_all_peak_bytes: int
     traced: bool = False
     verified: Verified | None = None
+    option_names: tuple[tuple[str, ...], ...] = ()
 
     def apply(self, model: Any, *, preserve_rng: bool = True) -> Receipt:
         """Let a model run as the plan says, from its next forward pass on.
@@ -198,6 +201,7 @@ class PlanFile(msgspec.Struct, frozen=True, kw_only=True):
     bound_seconds: float
     gap: float
     options: tuple[str, ...]
+    option_names: tuple[tuple[str, ...], ...]
     stage_names: tuple[str, ...]
     store_all_peak_bytes: int
     traced: bool

@@ -192,6 +192,7 @@ def _plan(chain: Chain, budget_bytes: int, ops: Iterable[Op], bound: float) -> P
         bound_seconds=min(bound, seconds),
         gap=0.0,
         options=tuple(s.options[k].name for s, k in zip(chain.stages, kept, strict=True)),
+        option_names=tuple(tuple(o.name for o in s.options) for s in chain.stages),
         stage_names=tuple(s.name for s in chain.stages),
         store_all_peak_bytes=store_all_peak_bytes(chain),
     )

@@ -130,6 +130,44 @@ def emptying() -> ctypes.PyDLL:
     return library
 
 
+@lru_cache(maxsize=1)
+def donating() -> ctypes.PyDLL:
+    """Return the library of `donating.cc`, its functions declared."""
+    library = _load("donating")
+    library.xmem_jittor_donate.restype = None
+    library.xmem_jittor_donated.argtypes = [_Numbers]
+    library.xmem_jittor_donated.restype = None
+    return library
+
+
+@lru_cache(maxsize=1)
+def saving() -> ctypes.PyDLL:
+    """Return the library of `saving.cc`, its functions declared."""
+    library = _load("saving")
+    number, many, integer = ctypes.c_longlong, _Numbers, ctypes.c_int
+    library.xmem_jittor_held.argtypes = [number, number, ctypes.c_void_p, many, integer]
+    library.xmem_jittor_cut.argtypes = [
+        many, integer, many, integer, many, integer, many, integer, number, number, many,
+        ctypes.POINTER(integer), integer,
+    ]  # fmt: skip
+    library.xmem_jittor_recipe.argtypes = [
+        number, many, integer, many, integer, number, many, integer,
+        ctypes.POINTER(integer), ctypes.POINTER(integer),
+    ]  # fmt: skip
+    library.xmem_jittor_recipe.restype = number
+    library.xmem_jittor_follow.argtypes = [number, many, many]
+    library.xmem_jittor_follow.restype = number
+    library.xmem_jittor_forget_recipe.argtypes = [number]
+    library.xmem_jittor_forget_recipe.restype = None
+    library.xmem_jittor_origin.argtypes = [number]
+    library.xmem_jittor_origin.restype = number
+    library.xmem_jittor_is_there.argtypes = [number]
+    library.xmem_jittor_reader.argtypes = [number, number, number]
+    library.xmem_jittor_reader.restype = number
+    library.xmem_jittor_views_before.argtypes = [number, many, integer, many, integer]
+    return library
+
+
 def address_of(function: Any) -> int:
     """Return the address of a function of a library, for operations to call it.
 

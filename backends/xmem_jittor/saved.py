@@ -1,0 +1,220 @@
+"""What forward leaves for backward on Jittor 1.3.11, which has no hooks for it.
+
+While a block is entered, `jittor.Module.__call__` is replaced, and acts in the thread that has
+entered one. Calls become units (`units.py`): the elements of lists of modules, and modules without
+parts. A module that is no list is descended into, and so is an element that holds a list of blocks
+itself. Softmax is replaced too, by one that keeps its output only: Jittor's own differentiates the
+maximum that it subtracts, and needs the very same input for it. Regions of `xmem.checkpoint` pack
+the inputs that they keep (`segments.py`).
+
+Limits: what is computed outside of modules keeps what it keeps. The `grad` of a `jt.Function` is
+called twice, the first time for a backward that never runs, so it must not spend what it reads.
+Inputs that ask for no gradient (the batch) are kept. Only first derivatives, once. A value that is
+waited for before backward makes Jittor keep more (warned of).
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import jittor as jt
+from jittor import attention, nn
+
+from xmem import casting
+from xmem.checkpointing import CheckpointedForward, is_recomputed
+from xmem.errors import CompositionError
+from xmem.saving import Policy
+from xmem_jittor import calls, derivatives, native, units
+from xmem_jittor.checkpoint import Checkpoint
+from xmem_jittor.graph import newest_node
+from xmem_jittor.keeping import Block, current, in_force, packs
+from xmem_jittor.segments import is_inside
+from xmem_jittor.trial import note_kept, trying
+
+
+class Saved:
+    """See `xmem.saving.Saved`."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.gaps: Mapping[str, str] = {}
+
+    def saving(self, policy: Policy, *, model: Any) -> AbstractContextManager[Any]:
+        """Replace `jittor.Module.__call__` inside the block."""
+        return _entered(Block(policy, model, Checkpoint()))
+
+
+_lock = threading.Lock()
+_entered_blocks = 0
+_undo: list[tuple[Any, str, Any]] = []
+
+
+@contextmanager
+def _entered(block: Block) -> Iterator[Block]:
+    global _entered_blocks
+    if calls.running() or is_inside():
+        raise CompositionError(
+            "xmem.compress_activations was entered inside a checkpointed or planned region, which"
+            " is computed again in backward and keeps nothing that could be compressed. Enter it"
+            " around the forward pass: the region's inputs are compressed then."
+        )
+    native.saving()  # compiled now, not inside the first step
+    with _lock:
+        if not _entered_blocks:
+            _replace()
+        _entered_blocks += 1
+    try:
+        with in_force(block):
+            yield block
+    finally:
+        with _lock:
+            _entered_blocks -= 1
+            if not _entered_blocks:
+                _restore()
+
+
+def _replace() -> None:
+    for owner, name, make in (
+        (jt.Module, "__call__", _calling),
+        (nn, "softmax", _softmax),
+        (attention, "softmax", _softmax),
+        (jt.Var, "softmax", _softmax),
+        (nn.Softmax, "execute", _softmax_module),
+    ):
+        original = owner.__dict__.get(name)
+        if original is not None:
+            _undo.append((owner, name, original))
+            setattr(owner, name, make(original))
+
+
+def _restore() -> None:
+    while _undo:
+        owner, name, original = _undo.pop()
+        setattr(owner, name, original)
+
+
+def _calling(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        block = packs()
+        if block is None or is_inside() or calls.running():
+            return original(self, *args, **kwargs)
+        forward = self.__dict__.get("execute")
+        recomputed = is_recomputed(forward)
+        if recomputed and not isinstance(forward, CheckpointedForward):
+            raise CompositionError(
+                "a planned model was called inside xmem.compress_activations. A plan decides itself"
+                " what is kept; take it off the model (undo() of its receipt), or leave the block"
+                " out and plan for a smaller budget."
+            )
+        before = newest_node()
+        with block.runs(self, before) as entry:
+            try:
+                if block.noted is not None or recomputed or not _is_unit(block, self):
+                    return original(self, *args, **kwargs)
+                again = functools.partial(original, self, *args, **kwargs)
+                return units.run(block, entry.path, self, again, args, kwargs)
+            finally:
+                entry.last = newest_node()
+
+    return call
+
+
+def _is_unit(block: Block, module: Any) -> bool:
+    """Say whether a module's call is packed as a whole."""
+    children = block.capability.children(module)
+    if not children:
+        return True
+    if block.capability.is_container(module):
+        # A list of layers inside a list, as blocks of a few layers are often written.
+        outer = [entry.module for entry in block.running[:-1]]
+        in_list = bool(outer) and _holds(block, outer[-1], module)
+        return in_list and not any(block.capability.children(child) for _, child in children)
+    return _is_element(block, module) and not _holds_blocks(block, module)
+
+
+def _is_element(block: Block, module: Any) -> bool:
+    """Say whether a module is an element of a list in the module that calls it, or of that."""
+    if len(block.running) < 2:
+        return False
+    return _holds(block, block.running[-2].module, module)
+
+
+def _holds(block: Block, outer: Any, module: Any) -> bool:
+    if block.capability.is_container(outer):
+        return any(child is module for _, child in block.capability.children(outer))
+    return any(
+        block.capability.is_container(child) and _holds(block, child, module)
+        for _, child in block.capability.children(outer)
+    )
+
+
+def _holds_blocks(block: Block, module: Any) -> bool:
+    """Say whether a module holds a list of two or more blocks of one class."""
+    children = [child for _, child in block.capability.children(module)]
+    if block.capability.is_container(module):
+        kinds = Counter(type(c) for c in children if block.capability.children(c))
+        if kinds and max(kinds.values()) >= 2:
+            return True
+    return any(_holds_blocks(block, child) for child in children)
+
+
+class _Softmax(jt.Function):
+    """Softmax that keeps its output.
+
+    Args:
+        operation: computes it.
+        derivative: makes the input's gradient of the output's and the output.
+    """
+
+    def __init__(self, operation: Callable[[Any], Any], derivative: Callable[..., Any]) -> None:
+        self.operation = operation
+        self.derivative = derivative
+        self.kept: Any = None
+
+    def execute(self, x: Any) -> Any:
+        """Run the operation."""
+        output = self.operation(x.detach()).stop_fuse()
+        self.kept = output.detach()
+        note_kept([self.kept])
+        return output
+
+    def grad(self, gradient: Any) -> Any:
+        """Differentiate."""
+        return self.derivative(gradient, self.kept)
+
+
+def _softmax(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def run(x: Any, dim: Any = None, log: bool = False) -> Any:
+        block = packs()
+        plain = (
+            block is None
+            or block.noted is None
+            or log
+            or trying()
+            or casting.current() is not None
+            or str(x.dtype) != "float32"
+            or x.is_stop_grad()
+        )
+        derivative = None if plain else derivatives.of("softmax", dim)
+        if derivative is None:
+            return original(x, dim, log)
+        return _Softmax(lambda v: original(v, dim), derivative)(x)
+
+    return run
+
+
+def _softmax_module(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def execute(self: Any, x: Any) -> Any:
+        if current() is None:
+            return original(self, x)
+        return nn.softmax(x, *self.args, **self.kw)
+
+    return execute

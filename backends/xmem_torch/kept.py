@@ -1,0 +1,127 @@
+"""What a stage of a plan keeps of what it saves for backward (PyTorch 2.13).
+
+A saved tensor is kept as a part of a value that the stage reads, by itself, or, where the plan says
+so, in few bits. Parameters and buffers are kept by themselves always, and so is what lies in the
+stage's own output, which is held anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from xmem.compressing import MIN_BYTES, next_seed
+from xmem_torch import codec
+from xmem_torch.held import Packed, Place, packed_by_codec, packed_exactly, place
+from xmem_torch.lying import lie
+from xmem_torch.tensors import version
+from xmem_torch.values import Part, Places, Value
+
+Kept = Part | Place | tuple[torch.Tensor, int]
+
+
+class Keeper:
+    """Takes what one pass of a stage saves.
+
+    Args:
+        places: where the values lie that the stage reads.
+        read: which of them it reads, see `Places.part`.
+        bits: what all else is packed into; None: nothing is.
+        modules: whose parameters and buffers are kept as they are.
+
+    Attributes:
+        kept: what is kept, in the order in which it was saved.
+    """
+
+    def __init__(
+        self,
+        places: Places,
+        read: Collection[tuple[int, int]],
+        bits: int | None,
+        modules: Iterable[Any],
+    ) -> None:
+        self.kept: list[Kept | None] = []
+        self._places = places
+        self._read = read
+        self._bits = bits
+        self._fixed = _storages(modules) if bits is not None else frozenset()
+        self._packed: dict[Any, Packed] = {}
+        self._lies: list[tuple[int, StorageWeakRef, Sequence[int], Sequence[int], int]] = []
+
+    def save(self, tensor: torch.Tensor) -> None:
+        """Take a tensor."""
+        self.kept.append(self._form(tensor))
+
+    def ended(self, outputs: Iterable[torch.Tensor]) -> None:
+        """Take back as it is what lies in the memory of the outputs."""
+        held = {output.untyped_storage()._cdata: output.detach() for output in outputs}
+        for index, storage, size, stride, offset in self._lies:
+            if storage.cdata in held:
+                alias = held[storage.cdata].as_strided(size, stride, offset)
+                self.kept[index] = alias, version(alias)
+        self._lies.clear()
+        self._packed.clear()
+
+    def _form(self, tensor: torch.Tensor) -> Kept:
+        part = self._places.part(tensor, self._read)
+        if part is not None:
+            return part
+        if self._bits is not None and self._is_packed(tensor):
+            return self._place(tensor, self._bits)
+        alias = tensor.detach()  # a node that holds its own output is a cycle that is never freed
+        return alias, version(alias)
+
+    def _is_packed(self, tensor: torch.Tensor) -> bool:
+        return (
+            type(tensor) is torch.Tensor
+            and tensor.layout is torch.strided
+            and tensor.dtype in codec.DTYPES.values()
+            and tensor.nbytes >= MIN_BYTES
+            and tensor.untyped_storage()._cdata not in self._fixed
+        )
+
+    def _place(self, tensor: torch.Tensor, bits: int) -> Place:
+        lies = lie(tensor)
+        storage = StorageWeakRef(tensor.untyped_storage())
+        key = (storage.cdata, lies.key, version(tensor))
+        packed = self._packed.get(key)
+        if packed is None:
+            flat = lies.flat(tensor)
+            packed = packed_exactly(flat, storage)
+            if packed is None:
+                packed = packed_by_codec(flat, storage, bits, next_seed())
+            self._packed[key] = packed
+        where = tensor.shape, tensor.stride(), tensor.storage_offset()
+        self._lies.append((len(self.kept), storage, *where))
+        return place(tensor, packed, lies.stride)
+
+
+def taken(found: Kept, value: Value | None) -> tuple[torch.Tensor | None, bool]:
+    """Return a tensor that is kept, and whether it was changed in place since.
+
+    Args:
+        found: how it is kept.
+        value: a copy of the value that it is a part of.
+    """
+    if isinstance(found, Part):
+        tensor = None if value is None else found.of(value)
+        return tensor, value is not None and value.changed(found.leaf)
+    if isinstance(found, Place):
+        changed = version(found.witness) != found.version
+        return (None if changed else found.tensor()), changed
+    alias, was = found
+    return alias, version(alias) != was
+
+
+def _storages(modules: Iterable[Any]) -> frozenset[int]:
+    """Return where the parameters and buffers of modules lie."""
+    tensors = (
+        tensor
+        for module in modules
+        for tensor in (*module._parameters.values(), *module._buffers.values())
+    )
+    plain = (t for t in tensors if t is not None and t.layout is torch.strided)
+    return frozenset(t.untyped_storage()._cdata for t in plain)
