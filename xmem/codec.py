@@ -14,11 +14,15 @@ touched.
 
 | mode | code | unpacks to | levels at 8, 4, 2 bits |
 |---|---|---|---|
-| signed | sign, k | +-k s; k = 0: +-t | 127, 7, 1 |
+| signed | n + k, n - 1 - k if below 0 | +-k s; k = 0: +-t | 254, 14, 2 between both ends |
 | positive | 0 for 0, else k + 1 | k s; k = 0: t | 254, 14, 2 |
-| special | as signed; the two last codes are infinity and NaN | | 124, 5, - |
+| special | as plain; the two last codes are infinity and NaN | as plain; k = 0: +-t | 124, 5, - |
 | floored | 0 for 0, else max(k, 1) | k s | 255, 15, 3 |
 | plain | sign, k | +-k s | 127, 7, 1 |
+
+In signed blocks the levels are shared out as the largest magnitudes on both sides of 0 are: GELU's
+outputs have hardly any below it. n, the number of codes for negative values, is in the header above
+the mode (8 bits), and s is rounded up to make room for both.
 
 t = s / 65536, at least the smallest normal float32 (2^-24 for float16): what is not 0 never
 becomes 0, and no sign changes, so that a ReLU's mask survives in its packed output; without it the
@@ -56,7 +60,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 """What can be packed, in the order of the native codes."""
 
 _SIGNED, _POSITIVE, _SPECIAL, _FLOORED, _PLAIN = range(5)
-_MODE = np.uint32(7)
+_MODE, _SPLIT = np.uint32(7), np.uint32(0x7FF)
 _MAGNITUDE, _INFINITE = np.uint32(0x7FFFFFFF), np.uint32(0x7F800000)
 _LEAST_NORMAL = np.uint32(0x00800000)
 _LARGEST_AT_2_BITS = np.uint32(0x7E800000)
@@ -176,10 +180,12 @@ def _quantized(x: Array, bits: int, u: Array, style: Style) -> tuple[np.uint32, 
     mode = _mode(sign, finite, style)
     if mode == _SPECIAL and bits == 2:
         return _LEAST_NORMAL | np.uint32(mode), np.zeros(x.size, np.uint8)
+    if mode == _SIGNED:
+        return _quantized_signed(magnitude, sign, bits, u)
     count = levels(bits, mode)
     scale = _scale(magnitude[finite].max(initial=np.uint32(0)), count, bits)
-    flushed = np.where(finite & (magnitude >= _LEAST_NORMAL), magnitude, np.uint32(0))
-    v = flushed.astype(np.uint32).view(np.float32) * (np.float32(1) / scale)
+    flushed = _flushed(np.where(finite, magnitude, np.uint32(0)))
+    v = flushed.view(np.float32) * (np.float32(1) / scale)
     k = np.minimum((v + u).astype(np.int32), count)
     if mode == _FLOORED:
         k = np.maximum(k, 1)
@@ -187,10 +193,54 @@ def _quantized(x: Array, bits: int, u: Array, style: Style) -> tuple[np.uint32, 
         k = np.where(finite, k, np.where(magnitude == _INFINITE, count + 1, count + 2))
         sign = np.where(magnitude > _INFINITE, np.uint32(0), sign).astype(np.uint32)
     code = k + 1 if mode == _POSITIVE else k
-    if mode in (_SIGNED, _SPECIAL, _PLAIN):
+    if mode in (_SPECIAL, _PLAIN):
         code = code | (sign << np.uint32(bits - 1))
     code = np.where(magnitude > 0, code, 0)
     return scale.view(np.uint32) | np.uint32(mode), code.astype(np.uint8)
+
+
+def _quantized_signed(
+    magnitude: Array, sign: Array, bits: int, u: Array
+) -> tuple[np.uint32, Array]:
+    none = np.uint32(0)
+    below, above = (magnitude[sign == side].max(initial=none) for side in (1, 0))
+    negative, scale = _split_steps(below, above, bits)
+    v = _flushed(magnitude).view(np.float32) * (np.float32(1) / scale)
+    top = np.where(sign == 1, negative, (1 << bits) - 2 - negative)
+    k = np.minimum((v + u).astype(np.int32), top)
+    first = negative + 1
+    code = np.where(sign == 1, first - 1 - k, first + k)
+    return scale.view(np.uint32) | np.uint32(first << 3 | _SIGNED), code.astype(np.uint8)
+
+
+def _split_steps(below: np.uint32, above: np.uint32, bits: int) -> tuple[int, np.float32]:
+    """Return how many steps are below 0, and their size."""
+    steps = (1 << bits) - 2
+    if bits == 2:
+        below, above = (min(side, _LARGEST_AT_2_BITS) for side in (below, above))
+    a, b = (_flushed(np.asarray(side)).view(np.float32)[()] for side in (below, above))
+    one, negative = np.float32(1), 0
+    if a > 0 and b > 0:
+        share = (a / b) / (one + a / b) if a <= b else one / (one + b / a)
+        negative = int(share * np.float32(steps) + np.float32(0.5))
+        negative = min(max(negative, 1), steps - 1)
+    elif a > 0:
+        negative = steps
+    scale = a / np.float32(negative) if negative else np.float32(0)
+    if negative < steps:
+        scale = max(scale, b / np.float32(steps - negative))
+    return negative, _rounded_up(scale, _SPLIT)
+
+
+def _flushed(magnitude: Array) -> Array:
+    """Take denormals for 0."""
+    normal: Array = np.where(magnitude < _LEAST_NORMAL, np.uint32(0), magnitude).astype(np.uint32)
+    return normal
+
+
+def _rounded_up(scale: Any, mask: np.uint32) -> np.float32:
+    pattern = (np.float32(scale).view(np.uint32) + mask) & ~mask
+    return np.float32(max(pattern, _LEAST_NORMAL).view(np.float32))
 
 
 def _mode(sign: Array, finite: Array, style: Style) -> int:
@@ -204,20 +254,24 @@ def _mode(sign: Array, finite: Array, style: Style) -> int:
 def _scale(largest: np.uint32, count: int, bits: int) -> np.float32:
     if bits == 2:
         largest = min(largest, _LARGEST_AT_2_BITS)
-    pattern = (largest.view(np.float32) / np.float32(count)).view(np.uint32)
-    rounded = (pattern + _MODE) & ~_MODE
-    return np.float32(max(rounded, _LEAST_NORMAL).view(np.float32))
+    return _rounded_up(largest.view(np.float32) / np.float32(count), _MODE)
 
 
 def _dequantized(
     header: np.uint32, codes: Array, bits: int, least: np.float32, largest: np.float32
 ) -> Array:
-    mode, scale = int(header & _MODE), (header & ~_MODE).view(np.float32)
+    mode = int(header & _MODE)
+    scale = (header & ~(_SPLIT if mode == _SIGNED else _MODE)).view(np.float32)
     tiny = max(scale * np.float32(2.0**-16), least)
     half = 1 << (bits - 1)
     k = codes.astype(np.int32) & (half - 1)
+    sign = (codes & np.uint8(half)).astype(np.uint32) << np.uint32(32 - bits)
     if mode in (_POSITIVE, _FLOORED):
         k = codes.astype(np.int32) - (mode == _POSITIVE)
+    if mode == _SIGNED:
+        k = codes.astype(np.int32) - int(header >> np.uint32(3) & np.uint32(255))
+        sign = np.where(k < 0, np.uint32(1 << 31), np.uint32(0))
+        k = np.where(k < 0, -1 - k, k)
     with np.errstate(over="ignore"):
         x = np.minimum(k.astype(np.float32) * scale, largest)
     if mode == _POSITIVE:
@@ -227,7 +281,6 @@ def _dequantized(
     if mode != _PLAIN:
         x = np.where(k == 0, tiny, x)
     pattern = x.astype(np.float32).view(np.uint32)
-    sign = (codes & np.uint8(half)).astype(np.uint32) << np.uint32(32 - bits)
     if mode == _SPECIAL:
         count = levels(bits, mode)
         pattern = np.where(k == count + 1, _INFINITE, pattern)

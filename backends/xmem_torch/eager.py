@@ -13,7 +13,7 @@ from xmem.codec import BLOCK, Style, levels
 _SIGNED, _POSITIVE, _SPECIAL, _FLOORED, _PLAIN = range(5)
 _MAGNITUDE, _INFINITE, _LEAST_NORMAL = 0x7FFFFFFF, 0x7F800000, 0x00800000
 _LARGEST_AT_2_BITS, _NAN, _SIGN = 0x7E800000, 0x7FC00000, -0x80000000
-_PIECE = {"cpu": 1 << 8, "cuda": 1 << 14}  # blocks at once
+_PIECE = {"cpu": 1 << 7, "cuda": 1 << 14}  # blocks at once
 
 
 def pack(values: torch.Tensor, bits: int, seed: int, style: Style, packed: torch.Tensor) -> None:
@@ -21,7 +21,7 @@ def pack(values: torch.Tensor, bits: int, seed: int, style: Style, packed: torch
     count = values.numel()
     blocks, parts = -(-count // BLOCK), 8 // bits
     headers = packed[: 4 * blocks].view(torch.int32)
-    at, piece = 4 * blocks, _PIECE.get(values.device.type, 1 << 8)
+    at, piece = 4 * blocks, _PIECE.get(values.device.type, 1 << 7)
     for first in range(0, blocks, piece):
         here = min(piece, blocks - first)
         x = values[first * BLOCK : (first + here) * BLOCK].float()
@@ -48,7 +48,7 @@ def unpack(packed: torch.Tensor, bits: int, values: torch.Tensor) -> None:
     headers = packed[: 4 * blocks].view(torch.int32)
     least = 2.0**-24 if values.dtype == torch.float16 else 2.0**-126
     largest = torch.finfo(torch.bfloat16 if values.dtype == torch.bfloat16 else torch.float32).max
-    at, piece = 4 * blocks, _PIECE.get(values.device.type, 1 << 8)
+    at, piece = 4 * blocks, _PIECE.get(values.device.type, 1 << 7)
     for first in range(0, blocks, piece):
         here = min(piece, blocks - first)
         into = values[first * BLOCK : (first + here) * BLOCK]
@@ -110,24 +110,31 @@ def _quantized(
         largest = largest.clamp(max=_LARGEST_AT_2_BITS)
     quotient = largest.view(torch.float32) / steps.to(torch.float32)
     scale_pattern = ((quotient.view(torch.int32) + 7) & ~7).clamp(min=_LEAST_NORMAL)
+    split = mode == _SIGNED
+    below, split_pattern = _split_steps(magnitude, negative, bits)
+    scale_pattern = torch.where(split, split_pattern, scale_pattern)
     scale = scale_pattern.view(torch.float32)
     inverse = torch.ones_like(scale) / scale
 
     flushed = torch.where(finite & (magnitude >= _LEAST_NORMAL), magnitude, 0)
     v = flushed.view(torch.float32) * inverse[:, None]
     k = (v + _uniform(first, x.shape[0], seed, x.device)).to(torch.int32)
-    k = torch.minimum(k, steps[:, None].to(torch.int32))
+    most = torch.where(negative, below[:, None], (1 << bits) - 2 - below[:, None])
+    k = torch.minimum(k, torch.where(split[:, None], most, steps[:, None]).to(torch.int32))
     k = torch.where((mode == _FLOORED)[:, None], k.clamp(min=1), k)
     special = (mode == _SPECIAL)[:, None]
     beyond = steps[:, None].to(torch.int32) + torch.where(magnitude == _INFINITE, 1, 2)
     k = torch.where(special & ~finite, beyond.to(torch.int32), k)
     code = k + (mode == _POSITIVE)[:, None]
-    has_sign = ((mode == _SIGNED) | (mode == _SPECIAL) | (mode == _PLAIN))[:, None]
+    has_sign = ((mode == _SPECIAL) | (mode == _PLAIN))[:, None]
     sign = negative & has_sign & (magnitude <= _INFINITE)
     code = torch.where(there, code | (sign.to(torch.int32) << (bits - 1)), 0)
+    zero = below[:, None] + 1
+    code = torch.where(split[:, None], torch.where(negative, below[:, None] - k, zero + k), code)
 
     empty = ~there.any(1)
-    header = torch.where(empty, _POSITIVE, scale_pattern | mode.to(torch.int32))
+    fields = torch.where(split, (below + 1) << 3, 0) | mode
+    header = torch.where(empty, _POSITIVE, scale_pattern | fields.to(torch.int32))
     if bits == 2:
         lost = mode == _SPECIAL
         header = torch.where(lost, _LEAST_NORMAL | _SPECIAL, header)
@@ -135,21 +142,47 @@ def _quantized(
     return header.to(torch.int32), code.to(torch.uint8)
 
 
+def _split_steps(
+    magnitude: torch.Tensor, negative: torch.Tensor, bits: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return how many steps of blocks with both signs are below 0, and the scales' patterns."""
+    steps = (1 << bits) - 2
+    normal = torch.where(magnitude < _LEAST_NORMAL, 0, magnitude)
+    sides = [torch.where(negative == side, normal, 0).amax(1) for side in (True, False)]
+    if bits == 2:
+        sides = [side.clamp(max=_LARGEST_AT_2_BITS) for side in sides]
+    a, b = (side.to(torch.int32).view(torch.float32) for side in sides)
+    share = torch.where(a <= b, (a / b) / (1 + a / b), 1 / (1 + b / a))
+    share = torch.where((a > 0) & (b > 0), share, 0.0)
+    below = (share * steps + 0.5).to(torch.int32).clamp(1, steps - 1)
+    below = torch.where(b > 0, torch.where(a > 0, below, 0), torch.where(a > 0, steps, 0))
+    scale = torch.where(below > 0, a / below, 0.0)
+    above = torch.where(below < steps, b / (steps - below), 0.0)
+    pattern = torch.maximum(scale, above).view(torch.int32)
+    return below, ((pattern + 0x7FF) & ~0x7FF).clamp(min=_LEAST_NORMAL)
+
+
 def _dequantized(
     header: torch.Tensor, codes: torch.Tensor, bits: int, least: float, largest: float
 ) -> torch.Tensor:
     mode = (header & 7)[:, None]
-    scale = (header & ~7).view(torch.float32)[:, None]
+    split = mode == _SIGNED
+    scale = (header & torch.where((header & 7) == _SIGNED, ~0x7FF, ~7).to(torch.int32)).view(
+        torch.float32
+    )[:, None]
     tiny = (scale * 2.0**-16).clamp(min=least)
     half = 1 << (bits - 1)
     c = codes.to(torch.int32)
     unsigned = (mode == _POSITIVE) | (mode == _FLOORED)
     k = torch.where(unsigned, c - (mode == _POSITIVE).to(torch.int32), c & (half - 1))
+    d = c - ((header >> 3) & 255)[:, None]
+    k = torch.where(split, torch.where(d < 0, -1 - d, d), k)
     x = (k.float() * scale).clamp(max=largest)
     x = torch.where((k == 0) & (mode != _FLOORED) & (mode != _PLAIN), tiny, x)
     x = torch.where((c == 0) & unsigned, 0.0, x)
     pattern = x.view(torch.int32)
-    sign = torch.where(~unsigned & ((c & half) != 0), _SIGN, 0).to(torch.int32)
+    turned = torch.where(split, d < 0, ~unsigned & ((c & half) != 0))
+    sign = torch.where(turned, _SIGN, 0).to(torch.int32)
     special, count = mode == _SPECIAL, levels(bits, _SPECIAL)
     pattern = torch.where(special & (k == count + 1), _INFINITE, pattern)
     lost = special & ((k == count + 2) | (bits == 2))

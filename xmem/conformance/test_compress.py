@@ -74,13 +74,16 @@ def test_fewer_bits_take_fewer_bytes(backend: Backend) -> None:
 
 
 def test_the_rounding_is_unbiased(backend: Backend) -> None:
-    """The mean of gradients under many seeds comes closer to the exact ones."""
+    """The mean of gradients under many seeds comes closer to the exact ones, by the root of 16.
+
+    At 8 bits: at 4 the error of what is not linear (GELU's derivative) is no longer small.
+    """
     run = _run(backend)
     _, plain = run.loss_and_gradients()
-    found = [_gradients(run, bits=4, seed=seed) for seed in range(16)]
+    found = [_gradients(run, bits=8, seed=seed) for seed in range(16)]
     single = np.mean([relative_error(g, plain) for g in found])
     mean = {n: np.mean([g[n] for g in found], axis=0) for n in plain}
-    assert relative_error(mean, plain) < 0.45 * single
+    assert relative_error(mean, plain) < 0.4 * single
 
 
 def test_the_same_seed_gives_the_same_gradients(backend: Backend) -> None:
@@ -92,7 +95,7 @@ def test_the_same_seed_gives_the_same_gradients(backend: Backend) -> None:
 
 
 def test_the_receipt_counts_exactly(backend: Backend) -> None:
-    """Packed bytes are those of the codec, layer by layer."""
+    """Packed bytes are those of the codec; what is made of other packed tensors takes none."""
     run = _run(backend)
     with xmem.compress_activations(bits=8, model=run.model) as block:
         run.loss()
@@ -101,8 +104,9 @@ def test_the_receipt_counts_exactly(backend: Backend) -> None:
     assert all(bits == 8 for bits in block.layers.values())
     elements = sum(count for count, _ in block.sizes.values())
     assert block.raw_bytes == 4 * elements
-    rows = elements // (1024 * 64)
-    assert block.packed_bytes == rows * packed_bytes(1024 * 64, 8)
+    each = packed_bytes(1024 * 64, 8)
+    assert block.packed_bytes % each == 0
+    assert _DEPTH * each <= block.packed_bytes <= elements // (1024 * 64) * each
     assert receipt.expected_saving_bytes == block.raw_bytes - block.packed_bytes
 
 

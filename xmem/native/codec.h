@@ -18,6 +18,8 @@ enum Mode { MODE_SIGNED = 0, MODE_POSITIVE = 1, MODE_SPECIAL = 2, MODE_FLOORED =
 
 constexpr uint32_t MAGNITUDE = 0x7fffffffu, INFINITE = 0x7f800000u, LEAST_NORMAL = 0x00800000u;
 constexpr uint32_t MODE_MASK = 7u, LARGEST_AT_2_BITS = 0x7e800000u;  // 2^126
+// Blocks with both signs have the number of codes for negative values above the mode.
+constexpr uint32_t SPLIT_MASK = 0x7ffu, SPLIT_SHIFT = 3;
 
 inline uint32_t bits_of(float x) { uint32_t b; std::memcpy(&b, &x, 4); return b; }
 inline float float_of(uint32_t b) { float x; std::memcpy(&x, &b, 4); return x; }
@@ -58,11 +60,66 @@ inline int levels(int bits, int mode) {
     }
 }
 
+// A scale is rounded up to make room below it, so no code exceeds its levels.
+inline float rounded_up(float scale, uint32_t mask) {
+    uint32_t b = (bits_of(scale) + mask) & ~mask;
+    return float_of(std::max(b, LEAST_NORMAL));
+}
+
 inline float scale_for(uint32_t largest, int count, int bits) {
     if (bits == 2) largest = std::min(largest, LARGEST_AT_2_BITS);
-    uint32_t b = bits_of(float_of(largest) / (float)count);
-    b = (b + MODE_MASK) & ~MODE_MASK;  // rounded up, so that no code exceeds its levels
-    return float_of(std::max(b, LEAST_NORMAL));
+    return rounded_up(float_of(largest) / (float)count, MODE_MASK);
+}
+
+inline uint32_t flushed(uint32_t magnitude) { return magnitude < LEAST_NORMAL ? 0 : magnitude; }
+
+// How the steps of a block with both signs are shared: as its largest magnitudes are.
+struct Split {
+    int negative;  // steps below 0; there is one code more
+    float scale;
+};
+
+inline Split split_for(uint32_t below, uint32_t above, int bits) {
+    const int steps = (1 << bits) - 2;
+    if (bits == 2) {
+        below = std::min(below, LARGEST_AT_2_BITS);
+        above = std::min(above, LARGEST_AT_2_BITS);
+    }
+    const float a = float_of(flushed(below)), b = float_of(flushed(above));
+    int negative = 0;
+    if (a > 0 && b > 0) {
+        float share = a <= b ? (a / b) / (1.0f + a / b) : 1.0f / (1.0f + b / a);
+        negative = (int)(share * (float)steps + 0.5f);
+        negative = std::min(std::max(negative, 1), steps - 1);
+    } else if (a > 0) {
+        negative = steps;
+    }
+    float scale = negative ? a / (float)negative : 0.0f;
+    if (negative < steps) scale = std::max(scale, b / (float)(steps - negative));
+    return {negative, rounded_up(scale, SPLIT_MASK)};
+}
+
+// Turns a block with both signs into codes: those of negative values come first, downwards from 0.
+template <int BITS>
+uint32_t quantize_signed(const float* __restrict x, uint8_t* __restrict codes, Split split,
+                         uint32_t first, uint32_t seed) {
+    const float inverse = 1.0f / split.scale;
+    const int32_t below = split.negative, above = (1 << BITS) - 2 - below, zero = below + 1;
+    float u[BLOCK];
+    draw(u, first, seed);
+#pragma omp simd
+    for (int i = 0; i < BLOCK; i++) {
+        uint32_t b;
+        std::memcpy(&b, x + i, 4);
+        uint32_t a = b & MAGNITUDE, normal = flushed(a);
+        float v;
+        std::memcpy(&v, &normal, 4);
+        int32_t sign = a ? (int32_t)b >> 31 : 0;
+        int32_t k = (int32_t)(v * inverse + u[i]), top = sign ? below : above;
+        k = k > top ? top : k;
+        codes[i] = (uint8_t)(zero + (k ^ sign));
+    }
+    return bits_of(split.scale) | (uint32_t)zero << SPLIT_SHIFT | MODE_SIGNED;
 }
 
 // Turns a block of floats into codes of one byte each. Returns the header: the scale with the mode.
@@ -70,20 +127,21 @@ template <int BITS>
 uint32_t quantize(const float* __restrict x, uint8_t* __restrict codes, int style, uint32_t first,
                   uint32_t seed) {
     constexpr int SIGN_SHIFT = 31 - (BITS - 1);
-    uint32_t largest = 0, negative = 0;
-#pragma omp simd reduction(max : largest) reduction(| : negative)
+    int32_t above = 0, below = 0;  // patterns of the largest magnitudes, by sign
+#pragma omp simd reduction(max : above, below)
     for (int i = 0; i < BLOCK; i++) {
-        uint32_t b;
+        int32_t b;
         std::memcpy(&b, x + i, 4);
-        uint32_t a = b & MAGNITUDE;
-        largest = a > largest ? a : largest;
-        negative |= a ? b : 0;
+        int32_t turned = b ^ INT32_MIN;
+        above = b > above ? b : above;
+        below = turned > below ? turned : below;
     }
+    uint32_t largest = (uint32_t)(above > below ? above : below);
     if (largest == 0) {
         std::memset(codes, 0, BLOCK);
         return MODE_POSITIVE;
     }
-    int mode = negative >> 31 ? (style == SIGNS ? MODE_SIGNED : MODE_PLAIN)
+    int mode = below > 0 ? (style == SIGNS ? MODE_SIGNED : MODE_PLAIN)
                : style == SIGNS ? MODE_POSITIVE
                : style == FLOOR ? MODE_FLOORED
                                 : MODE_PLAIN;
@@ -99,6 +157,8 @@ uint32_t quantize(const float* __restrict x, uint8_t* __restrict codes, int styl
             return LEAST_NORMAL | MODE_SPECIAL;
         }
     }
+    if (mode == MODE_SIGNED)
+        return quantize_signed<BITS>(x, codes, split_for(below, above, BITS), first, seed);
     const int count = levels(BITS, mode);
     const float scale = scale_for(largest, count, BITS);
     const float inverse = 1.0f / scale;
@@ -112,10 +172,9 @@ uint32_t quantize(const float* __restrict x, uint8_t* __restrict codes, int styl
     for (int i = 0; i < BLOCK; i++) {
         uint32_t b;
         std::memcpy(&b, x + i, 4);
-        uint32_t a = b & MAGNITUDE;
-        uint32_t flushed = a < LEAST_NORMAL ? 0 : a;
+        uint32_t a = b & MAGNITUDE, normal = flushed(a);
         float v;
-        std::memcpy(&v, &flushed, 4);
+        std::memcpy(&v, &normal, 4);
         int32_t k = (int32_t)(v * inverse + u[i]);
         k = k > top ? top : k;
         k = k < least ? least : k;
@@ -137,23 +196,26 @@ template <int BITS>
 void dequantize(uint32_t header, const uint8_t* __restrict codes, float* __restrict x, float least,
                 float largest) {
     const int mode = header & MODE_MASK;
-    const float scale = float_of(header & ~MODE_MASK);
+    const float scale = float_of(header & ~(mode == MODE_SIGNED ? SPLIT_MASK : MODE_MASK));
     float tiny = scale * 0x1p-16f;
     tiny = tiny < least ? least : tiny;
     constexpr uint32_t HALF = 1u << (BITS - 1);
     constexpr int SIGN_SHIFT = 31 - (BITS - 1);
     switch (mode) {
-        case MODE_SIGNED:
+        case MODE_SIGNED: {
+            const int32_t zero = (header >> SPLIT_SHIFT) & 255;
 #pragma omp simd
             for (int i = 0; i < BLOCK; i++) {
-                uint32_t c = codes[i], k = c & (HALF - 1), sign = (c & HALF) << SIGN_SHIFT, b;
-                float v = (float)(int32_t)k * scale;
+                int32_t d = (int32_t)codes[i] - zero, sign = d >> 31, k = d ^ sign;
+                float v = (float)k * scale;
                 v = k ? v : tiny;
+                uint32_t b;
                 std::memcpy(&b, &v, 4);
-                b |= sign;
+                b |= (uint32_t)sign & ~MAGNITUDE;
                 std::memcpy(x + i, &b, 4);
             }
             break;
+        }
         case MODE_PLAIN:
 #pragma omp simd
             for (int i = 0; i < BLOCK; i++) {

@@ -20,7 +20,7 @@ enum { MODE_SIGNED = 0, MODE_POSITIVE = 1, MODE_SPECIAL = 2, MODE_FLOORED = 3, M
 // What the threads of a block share.
 struct Shared {
     uint32_t values[BLOCK];
-    uint32_t largest, finite, negative;
+    uint32_t largest, finite, above, below;
     uint32_t codes[BLOCK];
 };
 
@@ -116,7 +116,7 @@ XMEM_DEVICE uint32_t narrowed(uint32_t b, int dtype) {
 }
 
 XMEM_DEVICE void start(Shared& s, int i) {
-    if (i == 0) s.largest = s.finite = s.negative = 0;
+    if (i == 0) s.largest = s.finite = s.above = s.below = 0;
 }
 XMEM_DEVICE void read(Shared& s, int i, const void* values, int dtype, long long first, int here) {
     uint32_t b = 0;
@@ -127,16 +127,38 @@ XMEM_DEVICE void read(Shared& s, int i, const void* values, int dtype, long long
     s.values[i] = b;
     raise(&s.largest, a);
     if (a < INFINITE) raise(&s.finite, a);
-    if (a && b >> 31) raise(&s.negative, 1u);
+    raise(b >> 31 ? &s.below : &s.above, a);
+}
+XMEM_DEVICE uint32_t normal_of(uint32_t a, int bits) {
+    if (bits == 2 && a > 0x7e800000u) a = 0x7e800000u;
+    return a < LEAST_NORMAL ? 0 : a;
 }
 XMEM_DEVICE int mode_of(const Shared& s, int style) {
     if (s.largest == 0) return MODE_POSITIVE;
     if (s.largest >= INFINITE) return MODE_SPECIAL;
-    if (s.negative) return style == SIGNS ? MODE_SIGNED : MODE_PLAIN;
+    if (s.below) return style == SIGNS ? MODE_SIGNED : MODE_PLAIN;
     return style == SIGNS ? MODE_POSITIVE : style == FLOOR ? MODE_FLOORED : MODE_PLAIN;
+}
+// The steps of a block with both signs that are below 0: shared as its largest magnitudes are.
+XMEM_DEVICE int steps_below(const Shared& s, int bits) {
+    const int steps = (1 << bits) - 2;
+    const float a = as_float(normal_of(s.below, bits)), b = as_float(normal_of(s.above, bits));
+    if (!(a > 0)) return 0;
+    if (!(b > 0)) return steps;
+    const float ratio = a <= b ? over(a, b) : over(b, a);
+    const float share = over(a <= b ? ratio : 1.0f, plus(1.0f, ratio));
+    const int found = (int)plus(times(share, (float)steps), 0.5f);
+    return found < 1 ? 1 : found > steps - 1 ? steps - 1 : found;
 }
 XMEM_DEVICE uint32_t scale_bits(const Shared& s, int bits, int mode) {
     if (s.largest == 0) return 0;
+    if (mode == MODE_SIGNED) {
+        const int below = steps_below(s, bits), above = (1 << bits) - 2 - below;
+        float scale = below ? over(as_float(normal_of(s.below, bits)), (float)below) : 0.0f;
+        const float other = above ? over(as_float(normal_of(s.above, bits)), (float)above) : 0.0f;
+        const uint32_t b = (as_bits(scale > other ? scale : other) + 0x7ffu) & ~0x7ffu;
+        return b < LEAST_NORMAL ? LEAST_NORMAL : b;
+    }
     if (mode == MODE_SPECIAL && bits == 2) return LEAST_NORMAL;
     uint32_t largest = mode == MODE_SPECIAL ? s.finite : s.largest;
     if (bits == 2 && largest > 0x7e800000u) largest = 0x7e800000u;
@@ -148,6 +170,8 @@ XMEM_DEVICE void encode(Shared& s, int i, int bits, int style, long long first, 
     const int mode = mode_of(s, style), count = levels(bits, mode);
     const uint32_t scale = scale_bits(s, bits, mode), b = s.values[i], a = b & MAGNITUDE;
     s.codes[i] = 0;
+    const int below = mode == MODE_SIGNED ? steps_below(s, bits) : 0;
+    if (a == 0 && mode == MODE_SIGNED && s.largest) s.codes[i] = (uint32_t)(below + 1);
     if (a == 0 || s.largest == 0 || (mode == MODE_SPECIAL && bits == 2)) return;
     const bool unsigned_mode = mode == MODE_POSITIVE || mode == MODE_FLOORED;
     const uint32_t sign = unsigned_mode ? 0 : (b >> 31) << (bits - 1);
@@ -159,6 +183,12 @@ XMEM_DEVICE void encode(Shared& s, int i, int bits, int style, long long first, 
     const float v = as_float(a < LEAST_NORMAL ? 0 : a);
     const float inverse = over(1.0f, as_float(scale));
     int k = (int)plus(times(v, inverse), uniform((uint32_t)first, i, shifted));
+    if (mode == MODE_SIGNED) {
+        const int most = b >> 31 ? below : (1 << bits) - 2 - below;
+        k = k > most ? most : k;
+        s.codes[i] = (uint32_t)(b >> 31 ? below - k : below + 1 + k);
+        return;
+    }
     k = k > count ? count : k;
     if (mode == MODE_FLOORED && k < 1) k = 1;
     s.codes[i] = (uint32_t)(k + (mode == MODE_POSITIVE)) | sign;
@@ -167,7 +197,8 @@ XMEM_DEVICE void write(const Shared& s, int i, uint8_t* packed, long long count,
                        int here, int bits, int style) {
     const int mode = mode_of(s, style), parts = 8 / bits, step = (here + parts - 1) / parts;
     if (i == 0) {
-        const uint32_t header = scale_bits(s, bits, mode) | (uint32_t)mode;
+        uint32_t header = scale_bits(s, bits, mode) | (uint32_t)mode;
+        if (mode == MODE_SIGNED) header |= (uint32_t)(steps_below(s, bits) + 1) << 3;
         for (int byte = 0; byte < 4; byte++) packed[4 * block + byte] = header >> (8 * byte);
     }
     if (i >= step) return;
@@ -188,7 +219,7 @@ XMEM_DEVICE void decode(int i, const uint8_t* packed, long long count, long long
         packed + 4 * ((count + BLOCK - 1) / BLOCK) + block * (BLOCK * bits / 8);
     const int c = codes[i % step] >> (i / step * bits) & ((1 << bits) - 1);
     const int mode = header & 7, half = 1 << (bits - 1);
-    const float scale = as_float(header & ~7u);
+    const float scale = as_float(header & ~(mode == MODE_SIGNED ? 0x7ffu : 7u));
     const float least = as_float(dtype == FLOAT16 ? 0x33800000u : LEAST_NORMAL);
     const float largest = as_float(dtype == BFLOAT16 ? 0x7f7f0000u : 0x7f7fffffu);
     float tiny = times(scale, 1.52587890625e-05f);
@@ -196,6 +227,11 @@ XMEM_DEVICE void decode(int i, const uint8_t* packed, long long count, long long
     const bool unsigned_mode = mode == MODE_POSITIVE || mode == MODE_FLOORED;
     int k = unsigned_mode ? c - (mode == MODE_POSITIVE) : c & (half - 1);
     uint32_t sign = unsigned_mode ? 0u : (uint32_t)(c & half) << (32 - bits);
+    if (mode == MODE_SIGNED) {
+        k = c - (int)(header >> 3 & 255);
+        sign = k < 0 ? 0x80000000u : 0u;
+        k = k < 0 ? -1 - k : k;
+    }
     float v = times((float)k, scale);
     v = v > largest ? largest : v;
     if (mode == MODE_POSITIVE) v = c == 0 ? 0.0f : c == 1 ? tiny : v;
