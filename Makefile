@@ -31,9 +31,12 @@ $(READY): pyproject.toml constraints.txt | needs
 compare: $(READY)
 	@$(BIN)/xmem compare $(foreach b,$(BACKENDS),--backend $(b)) -o $(REPORT)
 
+# Each framework in a process of its own, so that a crash names its part.
 test: $(READY)
-	@$(BIN)/python -m pytest tests -m 'not soak'
-	@$(BIN)/xmem conformance $(foreach b,$(BACKENDS),--backend $(b)) -- --no-gaps -q
+	@$(BIN)/python tools/outlive.py $(BIN)/python -m pytest tests/on_jittor -m 'not soak'
+	@$(BIN)/python -m pytest tests/on_torch -m 'not soak'
+	@$(BIN)/python -m pytest tests -m 'not soak' --ignore=tests/on_jittor --ignore=tests/on_torch
+	@$(BIN)/python tools/outlive.py $(BIN)/xmem conformance $(foreach b,$(BACKENDS),--backend $(b)) -- --no-gaps -q
 
 check: $(READY)
 	@$(BIN)/ruff format --check .
@@ -52,6 +55,10 @@ benchmarks: $(READY)
 	@$(BIN)/python benchmarks/meter_overhead.py benchmarks/results
 	@$(BIN)/python benchmarks/planner.py benchmarks/results
 	@$(BIN)/python benchmarks/plans.py benchmarks/results $(BACKENDS)
+	@$(BIN)/python benchmarks/codec.py benchmarks/results
+	@$(BIN)/python benchmarks/compress.py benchmarks/results $(BACKENDS)
+	@$(BIN)/python benchmarks/optimizers.py benchmarks/results $(BACKENDS)
+	@$(BIN)/python benchmarks/weights.py benchmarks/results
 
 # The main job once more, kept under benchmarks/results/ and in the README's tables; and long
 # trainings with their loss curves.
@@ -64,10 +71,15 @@ record: $(READY)
 	  --workload resnet18-patterns --technique baseline --technique autocast -o $(REPORT)-training
 	@cp $(REPORT)-training/report.json benchmarks/results/cpu-training.json
 	@cp $(REPORT)-training/report.md benchmarks/results/cpu-training.md
+	@$(BIN)/xmem compare $(foreach b,$(BACKENDS),--backend $(b)) --steps 300 --workload gpt2-text \
+	  --workload resnet18-patterns --workload unet3d --technique baseline --technique compress \
+	  -o $(REPORT)-compressed
+	@cp $(REPORT)-compressed/report.json benchmarks/results/compress_training.json
+	@cp $(REPORT)-compressed/report.md benchmarks/results/compress_training.md
 
 # On a machine with an NVIDIA GPU and the frameworks installed; elsewhere it says so and ends well.
 gpu-check:
 	@PATH="$(CURDIR)/$(BIN):$$PATH" PYTHONPATH="$(CURDIR):$(CURDIR)/backends:$$PYTHONPATH" $(PYTHON) tools/gpu_check.py
 
 clean:
-	rm -rf $(VENV) dist build $(REPORT) $(REPORT)-training
+	rm -rf $(VENV) dist build $(REPORT) $(REPORT)-training $(REPORT)-compressed

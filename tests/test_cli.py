@@ -112,20 +112,21 @@ def test_compare_writes_cases_and_three_reports_and_says_where(crashy, tmp_path)
     for name in ("report.json", "report.md", "report.html"):
         assert (tmp_path / name).exists()
         assert str(tmp_path / name) in ran.stdout
-    assert len(list((tmp_path / "cases").glob("*.json"))) == 4
+    assert len(list((tmp_path / "cases").glob("*.json"))) == 5
     raw = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
     jsonschema.validate(raw, schema())
-    assert [r["status"] for r in raw["results"]] == ["ok", "ok", "unsupported", "unsupported"]
+    assert [r["status"] for r in raw["results"]] == ["ok", "ok", "unsupported", "unsupported", "unsupported"]
 
 
 def test_without_a_terminal_each_case_is_one_plain_line(crashy, tmp_path):
     ran = compare("-o", tmp_path)
     lines = ran.stdout.splitlines()
     assert lines[0] == "crashy warms up first"
-    assert lines[1].startswith("[1/4] mlp / baseline / crashy: ok; peak 1.86 KiB; above static")
+    assert lines[1].startswith("[1/5] mlp / baseline / crashy: ok; peak 1.86 KiB; above static")
     assert "saving 2.25x" in lines[2]
     assert lines[3].endswith("unsupported; backend 'crashy' does not offer 'plans'")
     assert lines[4].endswith("unsupported; backend 'crashy' does not offer 'precision'")
+    assert lines[5].endswith("unsupported; backend 'crashy' does not offer 'saved'")
     assert "\x1b" not in ran.stdout
 
 
@@ -142,7 +143,7 @@ def test_a_crash_is_a_row_the_rest_runs_and_the_exit_status_is_1(crashy, tmp_pat
     assert ran.exit_code == 1
     assert "error; killed by SIGKILL" in ran.stdout
     report = read_json(tmp_path / "report.json", Report)
-    assert [r.status for r in report.results] == ["error", "ok", "unsupported", "unsupported"]
+    assert [r.status for r in report.results] == ["error", "ok", "unsupported", "unsupported", "unsupported"]
     assert "killed by SIGKILL" in (tmp_path / "report.md").read_text(encoding="utf-8")
 
 
@@ -219,12 +220,12 @@ def test_older_results_are_replaced_unless_resumed(crashy, tmp_path):
     first = read_json(tmp_path / "report.json", Report).results
     crashy.plan({})
     resumed = compare("-o", tmp_path, "--resume")
-    assert "3 of 4 cases are taken from" in resumed.stdout
+    assert "4 of 5 cases are taken from" in resumed.stdout
     second = read_json(tmp_path / "report.json", Report).results
-    assert [r.status for r in second] == ["ok", "ok", "unsupported", "unsupported"]
+    assert [r.status for r in second] == ["ok", "ok", "unsupported", "unsupported", "unsupported"]
     assert second[0] == first[0]
     again = compare("-o", tmp_path)
-    assert f"4 results in {tmp_path / 'cases'} are replaced" in again.stdout
+    assert f"5 results in {tmp_path / 'cases'} are replaced" in again.stdout
     assert read_json(tmp_path / "report.json", Report).results[0] != first[0]
 
 
@@ -260,7 +261,7 @@ def test_an_interrupted_run_writes_what_finished_and_can_be_resumed(crashy, tmp_
     finally:
         process.kill()
     assert process.returncode == code
-    assert "interrupted after 1 of 4 cases" in errors
+    assert "interrupted after 1 of 5 cases" in errors
     assert "--resume" in errors
     assert "Traceback" not in errors
     assert wait_for(lambda: all(ended(pid) for pid in crashy.hanging_pids()), seconds=5)
@@ -269,7 +270,7 @@ def test_an_interrupted_run_writes_what_finished_and_can_be_resumed(crashy, tmp_
     crashy.plan({})
     resumed = invoke(*arguments, "--resume")
     assert resumed.exit_code == 0
-    assert "1 of 4 cases are taken from" in resumed.stdout
+    assert "1 of 5 cases are taken from" in resumed.stdout
 
 
 def test_a_terminal_gets_a_table_within_80_columns_and_a_bar(crashy, tmp_path):
@@ -293,7 +294,7 @@ def test_a_terminal_gets_a_table_within_80_columns_and_a_bar(crashy, tmp_path):
     text = shown.decode()
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
     assert "\x1b[" in text
-    assert "0/4" in plain
+    assert "0/5" in plain
     rows = [line.rstrip() for line in re.split(r"[\r\n]+", plain)]
     assert any(re.match("mlp +baseline +crashy +ok .*900 B", row) for row in rows)
     assert "  killed by SIGKILL; last output: about to be killed" in rows

@@ -190,24 +190,29 @@ def test_native_adafactor_is_the_definition(shape, beta1, bits):
 
 def test_options_out_of_their_range_are_refused_by_name():
     for name, wrong in {
-        "lr": [-1, float("nan"), "fast", True],
-        "weight_decay": [-0.1],
+        "lr": [-1, float("nan"), "fast", True, None],
+        "weight_decay": [-0.1, None],
         "betas": [(0.9,), (0.9, 1.0), (-0.1, 0.9), 0.9],
-        "eps": [-1e-8, float("inf")],
+        "eps": [-1e-8, float("inf"), "small", None, (1e-8,), (None, None)],
         "d": [0.5],
-        "beta1": [1.0, -0.1],
+        "beta1": [1.0, -0.1, "0.9"],
         "beta2_decay": [0.5],
-        "state_bits": [16, 2, True, "8"],
+        "state_bits": [16, 2, True, "8", 8.0],
         "min_elements": [-1, 2.5, True],
     }.items():
         for value in wrong:
             with pytest.raises(UsageError, match=name):
                 optim.check_options({name: value})
+    with pytest.raises(UsageError, match=r"eps=0\.001: give two"):
+        optim.check_options({"beta2_decay": -0.8, "eps": 1e-3})
+    with pytest.raises(UsageError, match="give a number from 0"):
+        optim.check_options({"betas": (0.9, 0.999), "eps": (None, 1e-3)})
+    optim.check_options({"beta2_decay": -0.8, "eps": [None, 1e-3]})
     optim.check_options({"lr": 0, "eps": (None, 1e-3), "beta1": None, "anything": object()})
 
 
 def test_bits_that_are_not_offered_are_refused_before_any_backend():
-    for bits in (32, 2, True, "8"):
+    for bits in (32, 2, True, "8", 8.0):
         with pytest.raises(UsageError, match="8 or 4"):
             optim.quantize_optimizer(object(), bits)
     with pytest.raises(UsageError, match="state_bits"):

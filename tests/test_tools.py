@@ -51,3 +51,42 @@ def test_what_the_time_does_not_allow_is_named_and_a_failure(
     monkeypatch.setattr(gpu_check, "BUDGET_SECONDS", 0.0)
     assert gpu_check.run_matrix("cpu", backends=("torch",), workloads=("mlp",)) == 1
     assert capsys.readouterr().out.count("not run") == 3
+
+
+def outlived(*command):
+    return subprocess.run(
+        [sys.executable, TOOLS / "outlive.py", *command],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+def test_a_command_that_a_signal_killed_is_run_once_more_and_it_is_said(tmp_path):
+    code = (
+        "import os, pathlib; seen = pathlib.Path('seen'); count = len(seen.read_text()) "
+        "if seen.exists() else 0; seen.write_text('x' * (count + 1)); "
+        "os.abort() if count == 0 else print('alive')"
+    )
+    command = ["sh", "-c", f'cd {tmp_path} && exec {sys.executable} -c "{code}"']
+    ran = outlived(*command)
+    assert ran.returncode == 0
+    assert "SIGABRT KILLED" in ran.stderr
+    assert "run once more" in ran.stderr
+    assert ran.stdout == "alive\n"
+
+
+def test_a_command_that_dies_every_time_fails(tmp_path):
+    ran = outlived(sys.executable, "-c", "import os; os.abort()")
+    assert ran.returncode == 128 + 6
+    assert ran.stderr.count("SIGABRT KILLED") == 2
+
+
+def test_a_command_that_fails_is_not_run_again(tmp_path):
+    seen = tmp_path / "seen"
+    ran = outlived(
+        sys.executable, "-c", f"open({str(seen)!r}, 'a').write('x'); raise SystemExit(3)"
+    )
+    assert ran.returncode == 3
+    assert seen.read_text() == "x"

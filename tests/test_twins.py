@@ -9,14 +9,23 @@ BACKENDS = Path(__file__).parent.parent / "backends"
 TWINS = (
     "__init__.py",
     "checkpoint.py",
+    "codec.py",
+    "conversion.py",
     "environment.py",
     "measure.py",
     "models.py",
+    "few_bits.py",
+    "optimizers.py",
     "plans.py",
     "playing.py",
     "plugin.py",
     "precision.py",
+    "quantize.py",
+    "saved.py",
+    "states.py",
     "training.py",
+    "weights.py",
+    "weights_layers.py",
 )
 CAPABILITY = {
     "checkpoint.py": "Checkpoint",
@@ -25,6 +34,8 @@ CAPABILITY = {
     "plans.py": "Plans",
     "playing.py": "PlanRun",
     "precision.py": "Precision",
+    "quantize.py": "Quantize",
+    "saved.py": "Saved",
     "training.py": "Training",
 }
 

@@ -16,15 +16,23 @@ MUST_CONTAIN = (
     "xmem/report/templates/plan.html",
     "xmem/report/templates/report.html",
     "xmem/report/templates/table.html",
+    "xmem/native/codec.cc",
+    "xmem/native/codec.h",
+    "xmem/native/exact.cc",
+    "xmem/native/optimizers.cc",
     "xmem/native/planner.cc",
     "xmem/native/planner_problem.h",
     "xmem/native/planner_bands.h",
     "xmem/native/planner_fronts.h",
+    "xmem/native/weights.cc",
     "xmem_torch/plugin.py",
     "xmem_torch/native/allocator.cpp",
     "xmem_jittor/plugin.py",
     "xmem_jittor/native/allocator.cc",
+    "xmem_jittor/native/codec.cuh",
+    "xmem_jittor/native/donating.cc",
     "xmem_jittor/native/emptying.cc",
+    "xmem_jittor/native/saving.cc",
 )
 
 

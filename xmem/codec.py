@@ -20,8 +20,8 @@ touched.
 | floored | 0 for 0, else max(k, 1) | k s | 255, 15, 3 |
 | plain | sign, k | +-k s | 127, 7, 1 |
 
-In signed blocks the levels are shared out as the largest magnitudes on both sides of 0 are: GELU's
-outputs have hardly any below it. n, the number of codes for negative values, is in the header above
+In signed blocks the levels are shared out as the largest magnitudes on both sides of 0 are, so that
+the step is least: GELU's outputs have hardly any below it. n, the number of codes for negative values, is in the header above
 the mode (8 bits), and s is rounded up to make room for both.
 
 t = s / 65536, at least the smallest normal float32 (2^-24 for float16): what is not 0 never
@@ -75,7 +75,7 @@ def check_bits(bits: Any) -> None:
     Raises:
         UsageError: names what was given and what there is.
     """
-    if bits not in BITS or isinstance(bits, bool):
+    if bits not in BITS or not isinstance(bits, int):
         raise UsageError(f"bits is {bits!r}; the codec has 8, 4 and 2.")
 
 
@@ -222,14 +222,20 @@ def _split_steps(below: np.uint32, above: np.uint32, bits: int) -> tuple[int, np
     one, negative = np.float32(1), 0
     if a > 0 and b > 0:
         share = (a / b) / (one + a / b) if a <= b else one / (one + b / a)
-        negative = int(share * np.float32(steps) + np.float32(0.5))
-        negative = min(max(negative, 1), steps - 1)
+        negative = min(max(int(share * np.float32(steps)), 1), steps - 1)
+        more = min(negative + 1, steps - 1)
+        if _step(a, b, more, steps) < _step(a, b, negative, steps):
+            negative = more
     elif a > 0:
         negative = steps
-    scale = a / np.float32(negative) if negative else np.float32(0)
-    if negative < steps:
-        scale = max(scale, b / np.float32(steps - negative))
-    return negative, _rounded_up(scale, _SPLIT)
+    return negative, _rounded_up(_step(a, b, negative, steps), _SPLIT)
+
+
+def _step(a: Any, b: Any, negative: int, steps: int) -> Any:
+    """Return the step that reaches both ends, when so many of all are below 0."""
+    below = a / np.float32(negative) if negative else np.float32(0)
+    above = b / np.float32(steps - negative) if negative < steps else np.float32(0)
+    return max(below, above)
 
 
 def _flushed(magnitude: Array) -> Array:

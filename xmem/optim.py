@@ -141,7 +141,7 @@ def quantize_optimizer(optimizer: Any, bits: int = 8, *, min_elements: int = 409
     Raises:
         UsageError: there is no update rule for this optimizer; names those there are.
     """
-    if bits not in (8, 4) or isinstance(bits, bool):
+    if bits not in (8, 4) or not isinstance(bits, int):
         raise UsageError(f"bits is {bits!r}; optimizer states are packed in 8 or 4 bits.")
     _check_elements(min_elements)
     return active().quantize.quantize_optimizer(optimizer, bits, min_elements=min_elements)
@@ -192,10 +192,10 @@ def check_options(options: Mapping[str, Any]) -> None:
             valid = pair and all(_finite(b) and 0 <= b < 1 for b in value)
             _check(name, value, "two numbers from 0, below 1", valid=valid)
         elif name == "beta1" and value is not None:
-            _check(name, value, "None, or from 0 and below 1", valid=0 <= value < 1)
+            valid = _finite(value) and 0 <= value < 1
+            _check(name, value, "None, or from 0 and below 1", valid=valid)
         elif name == "eps":
-            parts = [p for p in (value if isinstance(value, tuple) else (value,)) if p is not None]
-            _check(name, value, "from 0", valid=all(_finite(p) and p >= 0 for p in parts))
+            _check_eps(value, options)
         elif name == "d":
             _check(name, value, "from 1", valid=_finite(value) and value >= 1)
         elif name == "beta2_decay":
@@ -228,10 +228,23 @@ def _check(name: str, value: Any, what: str, *, valid: bool) -> None:
         raise UsageError(f"{name}={value!r}: give {what}")
 
 
+def _check_eps(value: Any, options: Mapping[str, Any]) -> None:
+    """Refuse an eps that is not the one number of Adam, or the two of Adafactor."""
+    pair = isinstance(value, (tuple, list)) and len(value) == 2
+    parts = [0.0 if value[0] is None else value[0], value[1]] if pair else [value]
+    one, two = "betas" in options, "beta2_decay" in options
+    fits = (pair or not two) and not (pair and one)
+    what = "two numbers from 0, or None and one" if two else "a number from 0"
+    _check("eps", value, what, valid=fits and all(_finite(p) and p >= 0 for p in parts))
+
+
 def _check_elements(value: Any) -> None:
     whole = isinstance(value, int) and not isinstance(value, bool) and value >= 0
     _check("min_elements", value, "a number of elements, from 0", valid=whole)
 
 
 def _finite(value: Any) -> bool:
-    return not isinstance(value, (bool, str)) and math.isfinite(value)
+    try:
+        return not isinstance(value, bool) and math.isfinite(value)
+    except TypeError:
+        return False

@@ -95,7 +95,7 @@ def check_state_bits(bits: Any) -> None:
     Raises:
         UsageError: names what was given and what there is.
     """
-    if bits not in STATE_BITS or isinstance(bits, bool):
+    if bits not in STATE_BITS or not isinstance(bits, int):
         raise UsageError(f"state_bits is {bits!r}; optimizer states take 32, 8 or 4 bits.")
 
 

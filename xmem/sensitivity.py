@@ -104,7 +104,7 @@ def choose_bits(
 ) -> LayerBits:
     """Choose bits for the layers of a model; see `xmem.choose_bits`."""
     check_step(backend, model, loss_fn, "xmem.choose_bits")
-    if not 0 < error < math.inf:
+    if not isinstance(error, (int, float)) or not 0 < error < math.inf:
         raise UsageError(f"error={error!r}; give the error that gradients may have, e.g. 0.01")
     asked = (min_bytes, skip, model)
 

@@ -110,7 +110,7 @@ def quantize_weights(
     backend = api.active()
     if not backend.checkpoint.is_module(model):
         raise UsageError(f"{model!r} is no module of the active backend; pass its own modules")
-    if bits not in BITS or isinstance(bits, bool):
+    if bits not in BITS or not isinstance(bits, int):
         raise UsageError(f"bits is {bits!r}; weights are packed in 8 or 4")
     if scheme not in SCHEMES:
         raise UsageError(unknown("scheme", scheme, SCHEMES))
@@ -187,8 +187,18 @@ def _note(receipt: WeightsReceipt, bits: int, scheme: str) -> str:
         for why, paths in reasons.items()
     )
     if not receipt.layers:
-        found = f"Left out: {left}." if left else "No linear, convolution or embedding layer."
-        return f"{found} Lower min_elements, or leave modules out of skip."
+        if not left:
+            return "No linear, convolution or embedding layer."
+        remedies = {
+            "fewer than": "lower min_elements",
+            "in skip": "leave modules out of skip",
+            "packed already": "call xmem.dequantize(model) before you pack anew",
+        }
+        found = [
+            say for start, say in remedies.items() if any(r.startswith(start) for r in reasons)
+        ]
+        what = ", or ".join(found)
+        return f"Left out: {left}." + (f" {what[0].upper()}{what[1:]}." if found else "")
     note = (
         f"weights of {format_size(receipt.before_bytes)} take {format_size(receipt.after_bytes)} in"
         f" {bits} bits; relative error {100 * receipt.mean_error:.2f} % in the mean,"

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jittor as jt
+
+from xmem.playing import playing_again
+from xmem_jittor import notices
 from xmem_jittor.calls import Call
 from xmem_jittor.emptying import Emptied
+from xmem_jittor.packing import Kept as Packed
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +65,28 @@ class Stage:
     result: Any = None
     reads: list[int | None] = field(default_factory=list)
 
+    def run(self, inputs: Sequence[Any], name: str, *, with_graph: bool) -> tuple[Any, list[Any]]:
+        """Run it; returns its output, and what was read beside the inputs, with a graph.
+
+        Args:
+            inputs: for this pass alone.
+            name: what errors call it.
+            with_graph: build a graph.
+        """
+        with jt.flag_scope(no_grad=int(not with_graph), **self.call.flags):
+            if self.result is None:
+                self.result, outputs = self.call.first_pass(
+                    inputs, own_views=True, with_graph=with_graph
+                )
+                if len(outputs) != 1 or not outputs[0].dtype.is_float():
+                    notices.refuse_output(name, len(outputs))
+                reads, self.call.seen = self.call.seen, []
+            else:
+                reads = self.call.views()
+                with playing_again():
+                    outputs = self.call.second_pass(inputs, reads)
+        return outputs[0].stop_fuse(), reads
+
 
 @dataclass(eq=False)
 class Kept:
@@ -71,6 +99,7 @@ class Kept:
         value: a view of the output, outside of the graph.
         compares: its backward may compare its inputs with its output, so it needs the very same.
         emptied: the inputs that have lost their memory.
+        packed: what its backward reads beside them, where that is packed.
     """
 
     inputs: list[Any]
@@ -79,6 +108,7 @@ class Kept:
     value: Any
     compares: bool = False
     emptied: list[Emptied] = field(default_factory=list)
+    packed: list[Packed] = field(default_factory=list)
 
 
 def added(held: dict[int, Any], key: int, gradient: Any) -> tuple[dict[int, Any], int]:

@@ -20,7 +20,7 @@ import numpy as np
 
 from xmem.containers import leaves
 from xmem.errors import CapabilityError
-from xmem.playing import PACKED, REMADE, Script, TracedStages
+from xmem.playing import REMADE, Script, TracedStages
 from xmem.predicting import PREDICTION, Prediction
 from xmem.randomness import Streams, stream_kinds
 from xmem.records import Recompute, Step
@@ -47,7 +47,6 @@ class Plans:
             "tracing": "Jittor has no tracer that takes a forward apart; stages are modules",
             PREDICTION: "Jittor's operations cannot be followed without running them",
             REMADE: "the second pass may round otherwise, as Jittor fuses otherwise",
-            PACKED: "what a stage keeps is a part of Jittor's graph, which only knows it whole",
             "other readers": "the gradient of a stage's output comes through stages only",
         }
         self._stepping: Stepping | None = None

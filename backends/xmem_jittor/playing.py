@@ -10,6 +10,8 @@ schedule makes them, and what it drops goes with its last reader.
   parts of backward would be fused into the forward.
 * Where a stage is kept without its input, the tape stays and loses that input's memory
   (`emptying.py`).
+* Where what a stage keeps is packed, that loses its memory, too, and gets it back before backward
+  (`stage_packing.py`).
 * What a stage hands out is taped too, by an operation that raises when it is differentiated: its
   gradient comes through the next stage and through no other way.
 """
@@ -17,6 +19,7 @@ schedule makes them, and what it drops goes with its last reader.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +27,7 @@ import jittor as jt
 
 from xmem.containers import fill, take_apart
 from xmem.errors import CompositionError
-from xmem.playing import Script, playing_again
+from xmem.playing import Script
 from xmem.records import TAIL, Mark, Recompute
 from xmem_jittor import notices
 from xmem_jittor.calls import Call
@@ -35,7 +38,9 @@ from xmem_jittor.handing import Chain, bytes_of
 from xmem_jittor.held import Input, Kept, Place, Stage, added
 from xmem_jittor.marking import Notes
 from xmem_jittor.ordering import after
+from xmem_jittor.packing import Kept as Packed
 from xmem_jittor.segments import inside
+from xmem_jittor.stage_packing import give_stage_back, keeping_little, pack_stage
 
 
 class PlanRun:
@@ -185,30 +190,27 @@ class PlanRun:
 
     def _forward(self, i: int, number: int, *, with_graph: bool = False) -> Kept:
         """Run a stage; what it returns has an output only where a graph is built."""
-        stage = self._stages[i]
+        stage, bits = self._stages[i], self._script.bits[number]
+        first = newest_node()
         inputs = [self._view(entry) for entry in stage.inputs]
         newest = newest_node()
-        with jt.flag_scope(no_grad=int(not with_graph), **stage.call.flags):
-            if stage.result is None:
-                stage.result, outputs = stage.call.first_pass(
-                    inputs, own_views=True, with_graph=with_graph
-                )
-                if len(outputs) != 1 or not outputs[0].dtype.is_float():
-                    notices.refuse_output(self._names[i], len(outputs))
-                reads, stage.call.seen = stage.call.seen, []
-            else:
-                reads = stage.call.views()
-                with playing_again():
-                    outputs = stage.call.second_pass(inputs, reads)
+        packable: AbstractContextManager[list[Any]] = keeping_little() if bits else nullcontext([])
+        with packable as own:
+            output, reads = stage.run(inputs, self._names[i], with_graph=with_graph)
         self.forwards[i] += 1
-        output = outputs[0].stop_fuse()
         comparing = with_graph and compares([output], newest)
         value = output.detach().stop_grad()
+        packed: list[Packed] = []
+        if bits:
+            with jt.flag_scope(**stage.call.flags):
+                packed = pack_stage(output, inputs, reads, first=first, bits=bits, own=own)
+            for kept in packed:  # what follows may not run before
+                value = after(value, kept.emptied.done).stop_fuse()
         if self._notes is not None:
             value = self._notes.ended(value, number, self._held())
         if not with_graph:
             return Kept([], [], None, value)
-        return Kept(inputs, reads, output, value, comparing)
+        return Kept(inputs, reads, output, value, comparing, packed=packed)
 
     def _view(self, entry: Input) -> Any:
         """Return what one pass reads as an input."""
@@ -255,9 +257,11 @@ class PlanRun:
         read = [(a, v) for a, v in zip(stage.reads, kept.reads, strict=True) if a]
         if delta is not None and (targets or read):
             # Given back before anything waits, or what is waited for could run in between.
-            filled = [refill(emptied, self._value(i)) for emptied in kept.emptied]
-            kept.emptied = []
-            for other in (*filled, kept.value):
+            waits = [refill(emptied, self._value(i)) for emptied in kept.emptied]
+            remade = {emptied.views[0].var_ptr: self._value(i) for emptied in kept.emptied}
+            waits += [kept.value, *give_stage_back(kept.packed, kept.value, remade)]
+            kept.emptied, kept.packed = [], []
+            for other in waits:
                 delta = after(delta, other)
             with jt.flag_scope(no_grad=0, **stage.call.flags):
                 found = differentiate(

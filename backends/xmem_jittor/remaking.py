@@ -110,15 +110,17 @@ class Remade:
         """Return the tensor.
 
         Args:
-            known: by id of what unpacks, what it has been unpacked to.
+            known: by id of what unpacks, what it has been unpacked to; of tensors, what is read
+                in their place.
         """
         known = {} if known is None else known
         inputs = []
         for source in self.sources:
             if source is not None and not isinstance(source, jt.Var):
                 if id(source) not in known:
-                    known[id(source)] = source.unpacked()
+                    remade = isinstance(source, Remade)
+                    known[id(source)] = source.unpacked(known) if remade else source.unpacked()
                 inputs.append(known[id(source)])
             else:
-                inputs.append(source)
+                inputs.append(known.get(id(source), source))
         return self.recipe.follow(inputs)

@@ -3,9 +3,8 @@
 While a block is entered, `jittor.Module.__call__` is replaced, and acts in the thread that has
 entered one. Calls become units (`units.py`): the elements of lists of modules, and modules without
 parts. A module that is no list is descended into, and so is an element that holds a list of blocks
-itself. Softmax is replaced too, by one that keeps its output only: Jittor's own differentiates the
-maximum that it subtracts, and needs the very same input for it. Regions of `xmem.checkpoint` pack
-the inputs that they keep (`segments.py`).
+itself. In them softmax keeps its output only (`softmax.py`). Regions of `xmem.checkpoint` pack the
+inputs that they keep (`segments.py`).
 
 Limits: what is computed outside of modules keeps what it keeps. The `grad` of a `jt.Function` is
 called twice, the first time for a backward that never runs, so it must not spend what it reads.
@@ -23,18 +22,15 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import jittor as jt
-from jittor import attention, nn
 
-from xmem import casting
 from xmem.checkpointing import CheckpointedForward, is_recomputed
 from xmem.errors import CompositionError
 from xmem.saving import Policy
-from xmem_jittor import calls, derivatives, native, units
+from xmem_jittor import calls, native, units
 from xmem_jittor.checkpoint import Checkpoint
 from xmem_jittor.graph import newest_node
-from xmem_jittor.keeping import Block, current, in_force, packs
+from xmem_jittor.keeping import Block, in_force, packs
 from xmem_jittor.segments import is_inside
-from xmem_jittor.trial import note_kept, trying
 
 
 class Saved:
@@ -51,7 +47,7 @@ class Saved:
 
 _lock = threading.Lock()
 _entered_blocks = 0
-_undo: list[tuple[Any, str, Any]] = []
+_undo: list[Any] = []
 
 
 @contextmanager
@@ -79,23 +75,13 @@ def _entered(block: Block) -> Iterator[Block]:
 
 
 def _replace() -> None:
-    for owner, name, make in (
-        (jt.Module, "__call__", _calling),
-        (nn, "softmax", _softmax),
-        (attention, "softmax", _softmax),
-        (jt.Var, "softmax", _softmax),
-        (nn.Softmax, "execute", _softmax_module),
-    ):
-        original = owner.__dict__.get(name)
-        if original is not None:
-            _undo.append((owner, name, original))
-            setattr(owner, name, make(original))
+    original = jt.Module.__dict__["__call__"]
+    _undo.append(original)
+    jt.Module.__call__ = _calling(original)
 
 
 def _restore() -> None:
-    while _undo:
-        owner, name, original = _undo.pop()
-        setattr(owner, name, original)
+    jt.Module.__call__ = _undo.pop()
 
 
 def _calling(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -162,59 +148,3 @@ def _holds_blocks(block: Block, module: Any) -> bool:
         if kinds and max(kinds.values()) >= 2:
             return True
     return any(_holds_blocks(block, child) for child in children)
-
-
-class _Softmax(jt.Function):
-    """Softmax that keeps its output.
-
-    Args:
-        operation: computes it.
-        derivative: makes the input's gradient of the output's and the output.
-    """
-
-    def __init__(self, operation: Callable[[Any], Any], derivative: Callable[..., Any]) -> None:
-        self.operation = operation
-        self.derivative = derivative
-        self.kept: Any = None
-
-    def execute(self, x: Any) -> Any:
-        """Run the operation."""
-        output = self.operation(x.detach()).stop_fuse()
-        self.kept = output.detach()
-        note_kept([self.kept])
-        return output
-
-    def grad(self, gradient: Any) -> Any:
-        """Differentiate."""
-        return self.derivative(gradient, self.kept)
-
-
-def _softmax(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def run(x: Any, dim: Any = None, log: bool = False) -> Any:
-        block = packs()
-        plain = (
-            block is None
-            or block.noted is None
-            or log
-            or trying()
-            or casting.current() is not None
-            or str(x.dtype) != "float32"
-            or x.is_stop_grad()
-        )
-        derivative = None if plain else derivatives.of("softmax", dim)
-        if derivative is None:
-            return original(x, dim, log)
-        return _Softmax(lambda v: original(v, dim), derivative)(x)
-
-    return run
-
-
-def _softmax_module(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def execute(self: Any, x: Any) -> Any:
-        if current() is None:
-            return original(self, x)
-        return nn.softmax(x, *self.args, **self.kw)
-
-    return execute

@@ -1,16 +1,13 @@
 """A call of a module whose insides are packed until backward.
 
-The call's graph is built on views of its inputs and stays, without the memory of what is packed: a
-backward that is built and never run tells what it reads (`native/saving.cc` finds where keeping
-that takes least), operations behind the forward pack those tensors and take their memory away, and
-operations before the backward, which it waits for, give it back. The call is taped as one
-operation. What Python holds of the call's tensors gets views of them, taped like its results, so
-whoever reads one later finds its value and passes its gradient on.
+The call's graph is built on views of its inputs and stays, without the memory of what is packed
+(`packing.py`). The call is taped as one operation. What Python holds of the call's tensors gets
+views of them, taped like its results, so whoever reads one later finds its value and passes its
+gradient on.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import weakref
 from collections.abc import Callable, Sequence
@@ -21,7 +18,6 @@ import jittor as jt
 from xmem.containers import leaves
 from xmem_jittor import native, notices
 from xmem_jittor.calls import flags_in_force
-from xmem_jittor.emptying import empty_views
 from xmem_jittor.entries import Entries
 from xmem_jittor.graph import (
     handles_of,
@@ -33,14 +29,11 @@ from xmem_jittor.graph import (
     tape_of,
 )
 from xmem_jittor.keeping import Block, Origin, Packed, Running, origin_of
-from xmem_jittor.ordering import after, anchor
-from xmem_jittor.regions import Feed
+from xmem_jittor.packing import EXACT, GIVEN, REMAKE, Cut, cut, handles_between, pack
 from xmem_jittor.remaking import Recipe, Remade, recipe_of
-from xmem_jittor.segments import inside
-from xmem_jittor.trial import noting_kept, trial
-from xmem_jittor.unpacking import Kept, Unit
-
-_EXACT, _GIVEN, _REMAKE = 1, 2, 3
+from xmem_jittor.softmax import keeping_outputs
+from xmem_jittor.trial import noting_kept
+from xmem_jittor.unpacking import Unit
 
 
 def is_trained(var: Any) -> bool:
@@ -69,7 +62,7 @@ def run(
         noted: list[Running] = []
         block.noted = noted
         try:
-            with noting_kept() as own, entries.in_place():
+            with noting_kept() as own, keeping_outputs(), entries.in_place():
                 result = call()
         finally:
             block.noted = None
@@ -122,29 +115,22 @@ class _Piece:
             output.stop_fuse()
         name = self.path or type(self.module).__name__
         unit = Unit(name, list(outputs.values()), targets, flags_in_force())
-        cut = self._cut(unit, others)
+        found = cut(
+            unit.outputs,
+            targets,
+            entries=views,
+            given=[*others, *self.entries.leaves],
+            first=self.first,
+        )
         taped = [output.detach() for output in unit.outputs]
-        self._pack(unit, cut, taped, others)
+        self._pack(unit, found, taped, others)
         self._tape(unit, sources, dict(zip(outputs, taped, strict=True)), handles)
 
     def _held(self, returned: Sequence[Any], ignored: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Return handles of the call's tensors that may be differentiated, and all others."""
-        capacity = 64
-        while True:
-            objects = (ctypes.c_longlong * capacity)()
-            count = native.saving().xmem_jittor_held(
-                self.first, self.newest, id(jt.Var), objects, capacity
-            )
-            if count <= capacity:
-                break
-            capacity = count
-        left_out = {id(v) for v in ignored}
         handles: list[Any] = []
         others: list[Any] = []
-        for address in objects[:count]:
-            if address in left_out:
-                continue
-            handle = ctypes.cast(address, ctypes.py_object).value
+        for handle in handles_between(self.first, self.newest, ignored):
             (handles if is_trained(handle) else others).append(handle)
         entered = {v.var_ptr for v in self.entries.views.values()}
         kept = [v for v in handles if v.var_ptr not in entered]
@@ -158,51 +144,8 @@ class _Piece:
         found = [handles[0] for handles in handles_of(addresses)]
         return [v for v in found if is_trained(v)]
 
-    def _cut(self, unit: Unit, others: Sequence[Any]) -> list[tuple[Any, int]]:
-        """Return what is to be kept for backward, with its kind."""
-        newest = newest_node()
-        with trial(), inside(), jt.flag_scope(no_grad=0):
-            fed = [jt.empty(v.shape, v.dtype) for v in unit.outputs]
-            made = jt.grad(Feed(fed)(*unit.outputs), unit.targets, retain_graph=True)
-            capacity = 128
-            while True:
-                found = (ctypes.c_longlong * capacity)()
-                kinds = (ctypes.c_int * capacity)()
-                count = native.saving().xmem_jittor_cut(
-                    *native.addresses(made),
-                    *native.addresses(fed),
-                    *native.addresses(self.entries.views.values()),
-                    *native.addresses([*others, *self.entries.leaves]),
-                    self.first,
-                    newest,
-                    found,
-                    kinds,
-                    capacity,
-                )
-                if count <= capacity:
-                    break
-                capacity = count
-            return [
-                (jt.wrap_var_addr(address), kind)
-                for address, kind in zip(found[:count], kinds[:count], strict=True)
-            ]
-
-    def _pack(
-        self, unit: Unit, cut: Sequence[tuple[Any, int]], ends: Sequence[Any], others: list[Any]
-    ) -> None:
-        waits = [*ends, *others]
-        inputs: list[Any] = []
-        sources: list[Any] = []
-        for var, kind in cut:
-            kept = self._keep(var, kind, inputs, sources)
-            if kind != _REMAKE:
-                inputs.append(var)
-                sources.append(var if kept is None else kept)
-            if kept is not None:
-                done = anchor()
-                for wait in (*waits, *kept.data):
-                    done = after(done, wait)
-                unit.kept.append(Kept(kept, empty_views(var, ends, done)))
+    def _pack(self, unit: Unit, found: Cut, ends: Sequence[Any], others: Sequence[Any]) -> None:
+        unit.kept, inputs, sources = pack(found, self._keep, ends=ends, waits=[*ends, *others])
         for output in unit.outputs:
             recipe = self._recipe(output, inputs)
             if recipe is not None:
@@ -222,11 +165,11 @@ class _Piece:
         layer, module = self._reader(var)
         if var.var_ptr not in self.entries.origins:
             var.stop_fuse()
-        if kind in (_EXACT, _GIVEN):
-            reason = "compared in backward" if kind == _EXACT else "held elsewhere"
+        if kind in (EXACT, GIVEN):
+            reason = "compared in backward" if kind == EXACT else "held elsewhere"
             self.block.left(var, origin, layer, module, reason)
             return None
-        if kind == _REMAKE:
+        if kind == REMAKE:
             recipe = self._recipe(var, inputs)
             remade = None if recipe is None else Remade.of(recipe, sources)
             if remade is not None:

@@ -9,37 +9,11 @@ import jittor as jt
 
 from xmem_jittor import notices
 from xmem_jittor.differentiate import differentiate
-from xmem_jittor.emptying import Emptied, refill
 from xmem_jittor.graph import refuse_second_derivatives
-from xmem_jittor.keeping import Packed
 from xmem_jittor.ordering import after
+from xmem_jittor.packing import Kept, give_back
 from xmem_jittor.remaking import Remade
 from xmem_jittor.segments import inside
-
-
-@dataclass(eq=False)
-class Kept:
-    """A tensor without memory.
-
-    Attributes:
-        packed: what it comes back from.
-        emptied: the memory that it has lost.
-    """
-
-    packed: Packed | Remade
-    emptied: Emptied
-
-    def unpacked(self, known: dict[int, Any]) -> Any:
-        """Return the tensor as it comes back.
-
-        Args:
-            known: by id of what they were packed in, what has been unpacked.
-        """
-        if isinstance(self.packed, Remade):
-            return self.packed.unpacked(known)
-        if id(self.packed) not in known:
-            known[id(self.packed)] = self.packed.unpacked()
-        return known[id(self.packed)]
 
 
 @dataclass(eq=False)
@@ -73,13 +47,7 @@ class Unit:
         self.spent = True
         notices.warn_if_waited_for(self.outputs)
         with inside(), jt.flag_scope(no_grad=0, lazy_execution=1, **self.flags):
-            done = None
-            known: dict[int, Any] = {}
-            for kept in reversed(self.kept):
-                emptied = kept.emptied
-                if done is not None:
-                    emptied = Emptied(emptied.views, after(emptied.done, done))
-                done = refill(emptied, kept.unpacked(known))
+            done = give_back(self.kept)
             fed = [
                 None if g is None else g.detach() if done is None else after(g, done)
                 for g in gradients

@@ -154,12 +154,18 @@ def _split_steps(
     a, b = (side.to(torch.int32).view(torch.float32) for side in sides)
     share = torch.where(a <= b, (a / b) / (1 + a / b), 1 / (1 + b / a))
     share = torch.where((a > 0) & (b > 0), share, 0.0)
-    below = (share * steps + 0.5).to(torch.int32).clamp(1, steps - 1)
+    below = (share * steps).to(torch.int32).clamp(1, steps - 1)
+    more = (below + 1).clamp(max=steps - 1)
+    below = torch.where(_step(a, b, more, steps) < _step(a, b, below, steps), more, below)
     below = torch.where(b > 0, torch.where(a > 0, below, 0), torch.where(a > 0, steps, 0))
-    scale = torch.where(below > 0, a / below, 0.0)
-    above = torch.where(below < steps, b / (steps - below), 0.0)
-    pattern = torch.maximum(scale, above).view(torch.int32)
+    pattern = _step(a, b, below, steps).view(torch.int32)
     return below, ((pattern + 0x7FF) & ~0x7FF).clamp(min=_LEAST_NORMAL)
+
+
+def _step(a: torch.Tensor, b: torch.Tensor, below: torch.Tensor, steps: int) -> torch.Tensor:
+    """Return the step that reaches both ends, when so many of all are below 0."""
+    one = torch.where(below > 0, a / below, 0.0)
+    return torch.maximum(one, torch.where(below < steps, b / (steps - below), 0.0))
 
 
 def _dequantized(

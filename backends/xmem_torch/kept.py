@@ -8,6 +8,7 @@ stage's own output, which is held anyway.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from xmem.compressing import MIN_BYTES, next_seed
 from xmem_torch import codec
 from xmem_torch.held import Packed, Place, packed_by_codec, packed_exactly, place
 from xmem_torch.lying import lie
+from xmem_torch.owned import Owned
+from xmem_torch.refusals import saves_early
 from xmem_torch.tensors import version
 from xmem_torch.values import Part, Places, Value
 
@@ -47,13 +50,20 @@ class Keeper:
         self._places = places
         self._read = read
         self._bits = bits
-        self._fixed = _storages(modules) if bits is not None else frozenset()
+        self._owned = Owned()
+        if bits is not None:
+            self._owned.add(modules)
         self._packed: dict[Any, Packed] = {}
         self._lies: list[tuple[int, StorageWeakRef, Sequence[int], Sequence[int], int]] = []
 
-    def save(self, tensor: torch.Tensor) -> None:
-        """Take a tensor."""
-        self.kept.append(self._form(tensor))
+    def save(self, tensor: torch.Tensor, saver: FrameType) -> None:
+        """Take a tensor.
+
+        Args:
+            tensor: what is saved.
+            saver: the frame that called the operation that saves it.
+        """
+        self.kept.append(self._form(tensor, saver))
 
     def ended(self, outputs: Iterable[torch.Tensor]) -> None:
         """Take back as it is what lies in the memory of the outputs."""
@@ -65,22 +75,25 @@ class Keeper:
         self._lies.clear()
         self._packed.clear()
 
-    def _form(self, tensor: torch.Tensor) -> Kept:
+    def _form(self, tensor: torch.Tensor, saver: FrameType) -> Kept:
         part = self._places.part(tensor, self._read)
         if part is not None:
             return part
-        if self._bits is not None and self._is_packed(tensor):
+        if self._bits is not None and self._is_packed(tensor, saver):
             return self._place(tensor, self._bits)
         alias = tensor.detach()  # a node that holds its own output is a cycle that is never freed
         return alias, version(alias)
 
-    def _is_packed(self, tensor: torch.Tensor) -> bool:
+    def _is_packed(self, tensor: torch.Tensor, saver: FrameType) -> bool:
         return (
             type(tensor) is torch.Tensor
             and tensor.layout is torch.strided
             and tensor.dtype in codec.DTYPES.values()
             and tensor.nbytes >= MIN_BYTES
-            and tensor.untyped_storage()._cdata not in self._fixed
+            and not tensor.is_neg()
+            and not self._owned.holds(tensor)
+            and not self._owned.copied(tensor)
+            and not saves_early(saver.f_code)
         )
 
     def _place(self, tensor: torch.Tensor, bits: int) -> Place:
@@ -114,14 +127,3 @@ def taken(found: Kept, value: Value | None) -> tuple[torch.Tensor | None, bool]:
         return (None if changed else found.tensor()), changed
     alias, was = found
     return alias, version(alias) != was
-
-
-def _storages(modules: Iterable[Any]) -> frozenset[int]:
-    """Return where the parameters and buffers of modules lie."""
-    tensors = (
-        tensor
-        for module in modules
-        for tensor in (*module._parameters.values(), *module._buffers.values())
-    )
-    plain = (t for t in tensors if t is not None and t.layout is torch.strided)
-    return frozenset(t.untyped_storage()._cdata for t in plain)

@@ -17,7 +17,7 @@ from torch.nn.modules.module import (
 )
 
 from xmem.containers import leaves
-from xmem_torch.tensors import parts_of
+from xmem_torch.owned import Owned, storages
 
 
 class Running:
@@ -26,6 +26,9 @@ class Running:
     Args:
         model: names layers by their paths in it; None: in the outermost module that runs.
         admit: is told of each outermost module before it runs, and may refuse it.
+
+    Attributes:
+        owned: the parameters and buffers of all modules that ran.
     """
 
     def __init__(self, model: Any, admit: Callable[[torch.nn.Module], None]) -> None:
@@ -34,7 +37,7 @@ class Running:
         self._thread = 0
         self._stack: list[torch.nn.Module] = []
         self._paths: dict[torch.nn.Module, str] = {}
-        self._owned: set[int] = set()
+        self.owned = Owned()
         self._inputs: set[int] = set()
         self._handles: list[Any] = []
 
@@ -55,6 +58,7 @@ class Running:
             handle.remove()
         self._stack.clear()
         self._paths.clear()
+        self.owned.forget()
 
     @property
     def innermost(self) -> tuple[torch.nn.Module | None, str]:
@@ -63,13 +67,6 @@ class Running:
             return None, ""
         module = self._stack[-1]
         return module, self._paths.get(module, "")
-
-    def owns(self, tensor: torch.Tensor) -> bool:
-        """Say whether a tensor lies in a parameter or a buffer; those outside of modules count."""
-        if tensor.untyped_storage()._cdata in self._owned:
-            return True
-        base = tensor if tensor._base is None else tensor._base
-        return base.is_leaf and base.requires_grad
 
     def is_input(self, tensor: torch.Tensor) -> bool:
         """Say whether the outermost module was given it as data: its caller holds it, mostly."""
@@ -83,7 +80,7 @@ class Running:
                 self._admit(module)
             self._know(module)
             given = [t for t in leaves(args, torch.Tensor) if not t.requires_grad]
-            self._inputs = _storages(given)
+            self._inputs = storages(given)
         self._stack.append(module)
 
     def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
@@ -103,15 +100,4 @@ class Running:
         else:
             for path, module in inside:
                 self._paths.setdefault(module, path)
-        for _, module in inside:
-            held = (*module._parameters.values(), *module._buffers.values())
-            self._owned |= _storages([t for t in held if t is not None])
-
-
-def _storages(tensors: list[torch.Tensor]) -> set[int]:
-    parts = (part for tensor in tensors for part in parts_of(tensor))
-    return {
-        part.untyped_storage()._cdata
-        for part in parts
-        if part.layout is torch.strided and not torch.nn.parameter.is_lazy(part)
-    }
+        self.owned.add(module for _, module in inside)

@@ -79,7 +79,7 @@ class Saving(AbstractContextManager["Saving"]):
         if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
             self._policy.kept(self._candidate(tensor), _kind(tensor))
             return place(tensor, Whole(None))
-        if self._running.owns(tensor):
+        if self._running.owned.holds(tensor):
             return place(tensor, Whole(None))
         storage = StorageWeakRef(tensor.untyped_storage())
         where = lie(tensor)
@@ -130,6 +130,8 @@ class Saving(AbstractContextManager["Saving"]):
             return "not plain numbers"
         if self._running.is_input(tensor):
             return "input"
+        if self._running.owned.copied(tensor):
+            return "copies of weights"
         if saves_early(frame.f_code):
             return "RReLU"
         return ""

@@ -9,6 +9,7 @@ view of one, is read from whatever copy of that value there is in backward.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
@@ -101,7 +102,7 @@ class StageCall:
             [keeper] = now
             facts.append(self._fact(tensor))
             if keeper is not None:
-                keeper.save(tensor)
+                keeper.save(tensor, sys._getframe(1))
             return number, len(facts) - 1
 
         counted = keep or current() is None
@@ -162,7 +163,7 @@ class StageCall:
             self._compare(count, tensor)
             count += 1
             if keep:
-                keeper.save(tensor)
+                keeper.save(tensor, sys._getframe(1))
 
         def recall(_: object) -> torch.Tensor:
             raise differentiated_inside(self.name)

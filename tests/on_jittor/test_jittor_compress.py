@@ -306,3 +306,44 @@ def test_gradients_come_once(backend):
     jt.grad(loss, trained(net), retain_graph=True)
     with pytest.raises(xmem.CompositionError, match="gradients were asked for twice"):
         jt.grad(loss, trained(net))
+
+
+@pytest.mark.parametrize("squared", [True, False])
+def test_views_of_small_tensors_that_were_packed_are_not_read_while_they_are_empty(
+    backend, squared
+):
+    import jittor as jt
+    from jittor import nn
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            self.linear = nn.Linear(32, 32)
+
+        def execute(self, x):
+            # What the linear layer reads is made again of x and of a number for each row, which is
+            # small beside x, and packed or made again itself.
+            rows = (x * x).mean(-1)
+            scale = jt.rsqrt(rows + 1e-5).unsqueeze(-1) if squared else 1 / (1 + rows.unsqueeze(-1))
+            return self.linear(x * scale)
+
+    net = nn.Sequential(nn.Linear(32, 32), nn.Sequential(Scaled(), nn.GELU()), Scaled())
+    plain, compressed, block = compared(net, normal(1024, 32))
+    agree(plain, compressed)
+    assert block.packed_bytes < 0.3 * block.raw_bytes
+
+
+def test_a_small_tensor_that_is_made_again_may_be_part_of_a_large_one(backend):
+    from jittor import nn
+
+    class Positions(nn.Module):
+        def __init__(self):
+            self.positions = learnt(32, 32)
+            self.own, self.all = nn.Linear(32, 32), nn.Linear(32, 32)
+
+        def execute(self, x):
+            place = nn.gelu(nn.gelu(self.positions * 1.5) * 2)
+            return self.all(nn.gelu(x + place)) + self.own(place)
+
+    net = nn.Sequential(Positions(), Positions())
+    plain, compressed, _ = compared(net, normal(32, 32, 32))
+    agree(plain, compressed)

@@ -219,6 +219,7 @@ def test_what_something_else_holds_is_not_counted_as_saved(backend):
         ((2,), {}, "bits is 2; weights are packed in 8 or 4"),
         ((True,), {}, "bits is True"),
         ((8,), {"scheme": "dynamc"}, "Did you mean 'dynamic'"),
+        ((8.0,), {}, "packed in 8 or 4"),
         ((8,), {"min_elements": -1}, "min_elements is -1"),
         ((8,), {"skip": "0"}, "give a sequence"),
         ((8,), {"skip": ("9",)}, "unknown module in skip '9'"),
@@ -229,6 +230,16 @@ def test_unknown_values_are_refused_before_anything_changes(backend, arguments, 
     with pytest.raises(xmem.UsageError, match=said):
         quantize_weights(model, *arguments, **options)
     assert type(model[0]) is nn.Linear
+
+
+def test_what_is_left_out_comes_with_a_remedy(backend):
+    model = nn.Sequential(linear(128, 128))
+    with pytest.warns(xmem.XmemWarning, match=r"fewer than 99999 weights\. Lower min_elements\.$"):
+        quantize_weights(model, min_elements=99999)
+    quantize_weights(model)
+    with pytest.warns(xmem.XmemWarning, match=r"packed already\. Call xmem\.dequantize") as warned:
+        quantize_weights(model, 4)
+    assert "min_elements" not in str(warned[0].message)
 
 
 def test_a_model_without_layers_warns_and_no_model_is_refused(backend):

@@ -94,7 +94,8 @@ def _autocast(backend: Backend, target: Target) -> Applied:
 
 
 def _compress(backend: Backend, target: Target) -> Applied:
-    return Applied(forward_context=lambda: xmem.compress_activations(bits=8, model=target.model))
+    model = target.model  # and not the target, which holds the first batch
+    return Applied(forward_context=lambda: xmem.compress_activations(bits=8, model=model))
 
 
 _PLAN_SHARE = 0.1

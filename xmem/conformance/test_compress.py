@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import xmem
 from xmem.codec import packed_bytes
 from xmem.conformance.plugin import need
 from xmem.conformance.small import SmallRun, relative_error, small_workload
+from xmem.layouts import modules_of
 
 if TYPE_CHECKING:
     from xmem.backend import Backend
@@ -146,6 +148,83 @@ def test_bits_by_layer(backend: Backend) -> None:
     assert mixed.layers == {first: 8, second: 4}
 
 
+def _path_without_activations(layers: Iterable[str]) -> str:
+    """Return the path of a module inside of which layers save, and which saves nothing itself."""
+    return min({path.rpartition(".")[0] for path in layers} - {"", *layers})
+
+
+@pytest.mark.parametrize("argument", ["bits", "skip"])
+def test_a_path_that_leads_nowhere_is_refused(backend: Backend, argument: str) -> None:
+    """With the nearest one that there is, and before anything is entered."""
+    run = _run(backend)
+    with xmem.compress_activations(bits=8, model=run.model) as block:
+        run.loss()
+    first = next(iter(block.layers))
+    wrong = f"{first}x"
+    given: dict[str, Any] = {"bits": {wrong: 8}} if argument == "bits" else {"skip": (wrong,)}
+    with (
+        pytest.raises(xmem.UsageError, match=f"layer in {argument} '{wrong}'. Did you mean"),
+        xmem.compress_activations(model=run.model, **given),
+    ):
+        pytest.fail("it was entered")
+    _, plain = run.loss_and_gradients()
+    _, again = run.loss_and_gradients()
+    assert relative_error(again, plain) <= 1e-6, "the block has left something behind"
+
+
+@pytest.mark.parametrize("argument", ["bits", "skip"])
+def test_a_name_that_changes_nothing_is_warned_of(backend: Backend, argument: str) -> None:
+    """Without a model, paths are those of what ran; what did something is not named."""
+    run = _run(backend)
+    with xmem.compress_activations(bits=8) as block:
+        run.loss()
+    first = next(iter(block.layers))
+    given: dict[str, Any] = (
+        {"bits": {first: 8, "nowhere": 4}} if argument == "bits" else {"skip": (first, "nowhere")}
+    )
+    with (
+        pytest.warns(xmem.XmemWarning, match="of 'nowhere' nothing was saved") as warned,
+        xmem.compress_activations(**given),
+    ):
+        run.loss()
+    assert len(warned) == 1
+    assert first in str(warned[0].message)
+
+
+def test_a_layer_is_skipped_with_all_inside(backend: Backend) -> None:
+    """Whether it is named by its path, is given itself, or by its class."""
+    run = _run(backend)
+    with xmem.compress_activations(bits=8, model=run.model) as block:
+        run.loss()
+    path = _path_without_activations(block.layers)
+    module = dict(modules_of(backend.checkpoint, run.model))[path]
+    found = []
+    for item in (path, module, type(module)):
+        with xmem.compress_activations(bits=8, model=run.model, skip=(item,)) as fewer:
+            run.loss()
+        found.append(set(fewer.layers))
+    inside = {layer for layer in block.layers if layer.startswith(f"{path}.")}
+    assert found[0] == found[1] == set(block.layers) - inside
+    assert not found[2] & inside
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"bits": 8.0}, "8, 4 and 2"),
+        ({"skip": "head"}, "give a sequence"),
+        ({"skip": None}, "give a sequence"),
+        ({"seed": "x"}, "whole number"),
+        ({"batch": 1}, 'bits="auto"'),
+    ],
+)
+def test_other_options_are_refused(backend: Backend, given: dict[str, Any], message: str) -> None:
+    """Before the block is entered."""
+    need(backend, "saved")
+    with pytest.raises(xmem.UsageError, match=message):
+        xmem.compress_activations(**given)
+
+
 def test_bits_are_chosen_within_an_error(backend: Backend) -> None:
     """What is chosen keeps to the error that was asked for, and more error needs fewer bytes."""
     run = _run(backend)
@@ -155,6 +234,9 @@ def test_bits_are_chosen_within_an_error(backend: Backend) -> None:
     def loss_fn(model: Any, batch: Any) -> Any:
         return backend_loss("mse", model(batch[0]), batch[1])
 
+    for wrong in (0, "small"):
+        with pytest.raises(xmem.UsageError, match="error that gradients may have"):
+            xmem.choose_bits(run.model, run.batch, loss_fn, error=wrong)  # type: ignore[arg-type]
     tight, loose = (
         xmem.choose_bits(run.model, run.batch, loss_fn, error=error) for error in (0.01, 0.1)
     )

@@ -79,6 +79,13 @@ struct Split {
     float scale;
 };
 
+// The step that reaches both ends, when so many of all are below 0.
+inline float step_of(float a, float b, int negative, int steps) {
+    float below = negative ? a / (float)negative : 0.0f;
+    float above = negative < steps ? b / (float)(steps - negative) : 0.0f;
+    return std::max(below, above);
+}
+
 inline Split split_for(uint32_t below, uint32_t above, int bits) {
     const int steps = (1 << bits) - 2;
     if (bits == 2) {
@@ -89,14 +96,13 @@ inline Split split_for(uint32_t below, uint32_t above, int bits) {
     int negative = 0;
     if (a > 0 && b > 0) {
         float share = a <= b ? (a / b) / (1.0f + a / b) : 1.0f / (1.0f + b / a);
-        negative = (int)(share * (float)steps + 0.5f);
-        negative = std::min(std::max(negative, 1), steps - 1);
+        negative = std::min(std::max((int)(share * (float)steps), 1), steps - 1);
+        if (negative + 1 < steps && step_of(a, b, negative + 1, steps) < step_of(a, b, negative, steps))
+            negative++;
     } else if (a > 0) {
         negative = steps;
     }
-    float scale = negative ? a / (float)negative : 0.0f;
-    if (negative < steps) scale = std::max(scale, b / (float)(steps - negative));
-    return {negative, rounded_up(scale, SPLIT_MASK)};
+    return {negative, rounded_up(step_of(a, b, negative, steps), SPLIT_MASK)};
 }
 
 // Turns a block with both signs into codes: those of negative values come first, downwards from 0.

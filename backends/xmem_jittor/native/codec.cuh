@@ -139,6 +139,12 @@ XMEM_DEVICE int mode_of(const Shared& s, int style) {
     if (s.below) return style == SIGNS ? MODE_SIGNED : MODE_PLAIN;
     return style == SIGNS ? MODE_POSITIVE : style == FLOOR ? MODE_FLOORED : MODE_PLAIN;
 }
+// The step that reaches both ends, when so many of all are below 0.
+XMEM_DEVICE float step_of(float a, float b, int below, int steps) {
+    const float one = below ? over(a, (float)below) : 0.0f;
+    const float other = below < steps ? over(b, (float)(steps - below)) : 0.0f;
+    return one > other ? one : other;
+}
 // The steps of a block with both signs that are below 0: shared as its largest magnitudes are.
 XMEM_DEVICE int steps_below(const Shared& s, int bits) {
     const int steps = (1 << bits) - 2;
@@ -147,16 +153,18 @@ XMEM_DEVICE int steps_below(const Shared& s, int bits) {
     if (!(b > 0)) return steps;
     const float ratio = a <= b ? over(a, b) : over(b, a);
     const float share = over(a <= b ? ratio : 1.0f, plus(1.0f, ratio));
-    const int found = (int)plus(times(share, (float)steps), 0.5f);
-    return found < 1 ? 1 : found > steps - 1 ? steps - 1 : found;
+    int found = (int)times(share, (float)steps);
+    found = found < 1 ? 1 : found > steps - 1 ? steps - 1 : found;
+    return found + 1 < steps && step_of(a, b, found + 1, steps) < step_of(a, b, found, steps)
+               ? found + 1
+               : found;
 }
 XMEM_DEVICE uint32_t scale_bits(const Shared& s, int bits, int mode) {
     if (s.largest == 0) return 0;
     if (mode == MODE_SIGNED) {
         const int below = steps_below(s, bits), above = (1 << bits) - 2 - below;
-        float scale = below ? over(as_float(normal_of(s.below, bits)), (float)below) : 0.0f;
-        const float other = above ? over(as_float(normal_of(s.above, bits)), (float)above) : 0.0f;
-        const uint32_t b = (as_bits(scale > other ? scale : other) + 0x7ffu) & ~0x7ffu;
+        const float a = as_float(normal_of(s.below, bits)), b_ = as_float(normal_of(s.above, bits));
+        const uint32_t b = (as_bits(step_of(a, b_, below, below + above)) + 0x7ffu) & ~0x7ffu;
         return b < LEAST_NORMAL ? LEAST_NORMAL : b;
     }
     if (mode == MODE_SPECIAL && bits == 2) return LEAST_NORMAL;

@@ -254,7 +254,7 @@ struct Recipe {
         if (found != number.end()) return found->second;
         Op* op = var->input();
         int value = -1;
-        if (var->id > first && var->num > large) {
+        if (var->id > first && (var->num > large || follows_input(var))) {
             if (!op || steps.size() >= MOST || var->is_finished()) return -1;
             const std::string name = op->name();
             if (name == "clone" || name == "tape") {
@@ -273,6 +273,16 @@ struct Recipe {
         }
         number[var] = value;
         return value;
+    }
+    // Whether a tensor is a view of an input, and so no leaf however small: both lose their memory.
+    bool follows_input(Var* var) const {
+        while (true) {
+            Op* op = var->input();
+            if (!op || !is_view(op)) return false;
+            var = op->inputs().front();
+            auto found = number.find(var);
+            if (found != number.end() && found->second < inputs) return true;
+        }
     }
     static int operands(const Step& step) {
         return step.what == TERNARY ? 3 : step.what == BINARY ? 2 : 1;
