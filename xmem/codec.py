@@ -16,13 +16,13 @@ touched.
 |---|---|---|---|
 | signed | n + k, n - 1 - k if below 0 | +-k s; k = 0: +-t | 254, 14, 2 between both ends |
 | positive | 0 for 0, else k + 1 | k s; k = 0: t | 254, 14, 2 |
-| special | as plain; the two last codes are infinity and NaN | as plain; k = 0: +-t | 124, 5, - |
+| special | as plain; the two last codes are infinity and NaN | k = 0: +-t | 124, 5, - |
 | floored | 0 for 0, else max(k, 1) | k s | 255, 15, 3 |
 | plain | sign, k | +-k s | 127, 7, 1 |
 
 In signed blocks the levels are shared out as the largest magnitudes on both sides of 0 are, so that
-the step is least: GELU's outputs have hardly any below it. n, the number of codes for negative values, is in the header above
-the mode (8 bits), and s is rounded up to make room for both.
+the step is least: GELU's outputs have hardly any below it. n, the number of codes for negative
+values, is in the header above the mode (8 bits), and s is rounded up to make room for both.
 
 t = s / 65536, at least the smallest normal float32 (2^-24 for float16): what is not 0 never
 becomes 0, and no sign changes, so that a ReLU's mask survives in its packed output; without it the

@@ -51,8 +51,10 @@ class Kept:
         """
         if id(self.packed) not in known:
             packed = self.packed
-            remade = isinstance(packed, Remade)
-            known[id(packed)] = packed.unpacked(known) if remade else packed.unpacked()
+            if isinstance(packed, Remade):
+                known[id(packed)] = packed.unpacked(known)
+            else:
+                known[id(packed)] = packed.unpacked()
         return known[id(self.packed)]
 
 

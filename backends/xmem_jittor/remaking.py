@@ -43,7 +43,9 @@ class Recipe:
                 (ctypes.c_longlong * len(addresses))(*addresses),
                 native.addresses(self.leaves)[0],
             )
-            return jt.wrap_var_addr(address).stop_fuse()
+            made = jt.wrap_var_addr(address).stop_fuse()
+            native.saving().xmem_jittor_followed()
+            return made
 
 
 def recipe_of(

@@ -15,7 +15,7 @@ import jittor as jt
 from jittor import attention, nn
 
 from xmem import casting
-from xmem_jittor import derivatives
+from xmem_jittor import derivatives, notices
 from xmem_jittor.trial import note_kept, trying
 
 
@@ -88,8 +88,13 @@ class _Softmax(jt.Function):
         return output
 
     def grad(self, gradient: Any) -> Any:
-        """Differentiate."""
-        return self.derivative(gradient, self.kept)
+        """Differentiate, once: held on to, what is given back to it would stay in memory."""
+        if self.kept is None:
+            notices.refuse_unpacked_twice("softmax")
+        kept = self.kept
+        if not trying():
+            self.kept = None
+        return self.derivative(gradient, kept)
 
 
 def _softmax(original: Callable[..., Any]) -> Callable[..., Any]:

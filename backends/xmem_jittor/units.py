@@ -18,6 +18,7 @@ import jittor as jt
 from xmem.containers import leaves
 from xmem_jittor import native, notices
 from xmem_jittor.calls import flags_in_force
+from xmem_jittor.emptying import empty_views
 from xmem_jittor.entries import Entries
 from xmem_jittor.graph import (
     handles_of,
@@ -29,6 +30,7 @@ from xmem_jittor.graph import (
     tape_of,
 )
 from xmem_jittor.keeping import Block, Origin, Packed, Running, origin_of
+from xmem_jittor.ordering import after, anchor
 from xmem_jittor.packing import EXACT, GIVEN, REMAKE, Cut, cut, handles_between, pack
 from xmem_jittor.remaking import Recipe, Remade, recipe_of
 from xmem_jittor.softmax import keeping_outputs
@@ -151,6 +153,26 @@ class _Piece:
             if recipe is not None:
                 unit.remade.append(Remade.of(recipe, sources))
                 self.block.remake(origin_of(output), unit.remade[-1])
+        self._empty_outputs(unit, found, ends, others)
+
+    def _empty_outputs(
+        self, unit: Unit, found: Cut, ends: Sequence[Any], others: Sequence[Any]
+    ) -> None:
+        """Let outputs that backward does not read lose their memory; what is handed out keeps it.
+
+        They go by themselves where backward is built before anything runs, but not where somebody
+        waits for the loss first.
+        """
+        read = {var.var_ptr for var, _ in found}
+        remade = [kept.packed for kept in unit.kept if isinstance(kept.packed, Remade)]
+        leaves = {origin_of(v) for r in (*remade, *unit.remade) for v in r.recipe.leaves}
+        done = anchor()
+        for wait in (*ends, *others):
+            done = after(done, wait)
+        for output in unit.outputs:
+            whole = origin_of(output) == output.id  # and no view of what others read
+            if output.var_ptr not in read and whole and output.id not in leaves:
+                unit.emptied.append(empty_views(output, ends, done))
 
     def _recipe(self, target: Any, inputs: Sequence[Any]) -> Recipe | None:
         if any(target.var_ptr == v.var_ptr for v in inputs):

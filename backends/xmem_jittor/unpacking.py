@@ -9,6 +9,7 @@ import jittor as jt
 
 from xmem_jittor import notices
 from xmem_jittor.differentiate import differentiate
+from xmem_jittor.emptying import Emptied
 from xmem_jittor.graph import refuse_second_derivatives
 from xmem_jittor.ordering import after
 from xmem_jittor.packing import Kept, give_back
@@ -27,6 +28,7 @@ class Unit:
         flags: of Jittor, in the call.
         kept: what is packed.
         remade: what later calls may make of that.
+        emptied: the outputs whose memory backward does not need.
         places: of the outputs on the tape.
         spent: its gradients have been handed out.
     """
@@ -37,6 +39,7 @@ class Unit:
     flags: dict[str, int]
     kept: list[Kept] = field(default_factory=list)
     remade: list[Remade] = field(default_factory=list)
+    emptied: list[Emptied] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
     spent: bool = False
 
@@ -54,7 +57,7 @@ class Unit:
             ]
             found = differentiate(self.outputs, fed, self.targets, gated=False)
             places = [p for p, g in zip(self.places, gradients, strict=True) if g is not None]
-            self.outputs, self.targets, self.kept, self.remade = [], [], [], []
+            self.outputs, self.targets, self.kept, self.remade, self.emptied = [], [], [], [], []
             if not places:
                 return found
             return refuse_second_derivatives(

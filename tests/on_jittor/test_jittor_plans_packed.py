@@ -1,6 +1,7 @@
 """Plans that pack what stages keep: bytes as predicted, gradients off by the rounding alone."""
 
 import functools
+import itertools
 import random
 
 import numpy as np
@@ -62,8 +63,7 @@ def gradients(backend, model, batch, loss=loss_fn):
 def packed_plan(bits, ops=None, stages=DEPTH):
     """Return a plan that keeps every stage packed and, without `ops`, runs none twice."""
     if ops is None:
-        ops = [op for i in range(stages) for op in (Op("G", i, 1), *([Op("Da", i)] if i else []))]
-        ops = [op for op in ops if op.code != "Da"]
+        ops = [Op("G", i, 1) for i in range(stages)]
         ops += [Op("G", stages), Op("L"), Op("B", stages)]
         ops += [Op("B", i) for i in reversed(range(stages))]
     options = ("keep all", packed_option(bits))
@@ -110,8 +110,7 @@ def test_a_profile_has_an_option_for_each_number_of_bits(profile):
 
 
 @pytest.mark.parametrize("share", [0.8, 0.5, 0.35])
-def test_a_packed_plan_keeps_to_its_bytes(backend, profile, share):
-    backend = xmem.active()
+def test_a_packed_plan_keeps_to_its_bytes(profile, share):
     plan = xmem.plan(profile, budget=int(share * whole_bytes(profile)))
     assert any(option != "keep all" for option in plan.options)
     assert plan.verified.measured_peak_bytes == plan.verified.predicted_peak_bytes
@@ -153,12 +152,12 @@ def test_a_packed_stage_that_is_run_again_is_packed_again(backend, model, batch)
 
 
 def test_a_plan_gives_all_back_after_each_step(backend, model, batch):
-    receipt = packed_plan(8).apply(model)
     gradients(backend, model, batch)
     before = live(backend)
+    receipt = packed_plan(8).apply(model)
     for _ in range(10):
         gradients(backend, model, batch)
-    assert live(backend) == before
+        assert live(backend) == before
     receipt.undo()
 
 
@@ -232,6 +231,23 @@ def test_attention_is_packed_too(backend):
     assert 1e-5 < relative_error(found, exact) < 0.01
 
 
+def test_a_packed_stage_leaves_nothing_once_it_is_differentiated(backend, monkeypatch):
+    """Softmax keeps a handle of what it has given back; a recipe, of what it has made last."""
+    from jittor import nn
+
+    options = [("keep all", packed_option(8))] * 4
+    monkeypatch.setattr(plan_runs, "script", functools.partial(script, options=options))
+    stages = [nn.Sequential(attention(), nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4)]
+    model, x = planned(backend.plans, stages), normal(4, 128, WIDTH)
+    model.ops = parse_ops("N0 N1 N2 N3 L G3.1 B3 Da3 G2.1 B2 Da2 G1.1 B1 Da1 G0.1 B0")
+    model.traced = True
+    for _ in range(2):
+        backend.plans.step(model, x, loss_fn)
+    marks = [m for m in model.run.marks() if m.op >= 0 and model.ops[m.op].code == "B"]
+    left = [m.after_bytes - m.gradient_bytes for m in marks]
+    assert [a - b for a, b in itertools.pairwise(left[:-1])] == [x.nbytes] * 2, left
+
+
 def test_what_pooling_compares_is_kept_as_it_is(backend):
     """Its backward looks for the place of the maximum: of rounded values it finds none."""
     from jittor import nn
@@ -264,7 +280,7 @@ def with_options(ops, rand):
     return tuple(Op("G", op.index, rand.choice([0, 1, 1])) if op.code == "G" else op for op in ops)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_any_packed_schedule_runs_what_it_says(backend, chain, monkeypatch, seed):
     """Kept without their inputs, too, dropped again, run several times; statistics move once."""
     n, model, x, exact = chain
@@ -303,7 +319,7 @@ def test_running_statistics_move_once(backend, monkeypatch):
 
 
 def test_dropping_a_packed_stage_frees_its_bytes(backend, monkeypatch):
-    """A stage that is packed, dropped, and packed again takes no more than one that is run again."""
+    """A stage that is packed, dropped and packed again takes no more than one that is run twice."""
     options = [("keep all", packed_option(8))] * 4
     monkeypatch.setattr(plan_runs, "script", functools.partial(script, options=options))
     model = planned(backend.plans, [block() for _ in range(4)])

@@ -231,6 +231,8 @@ auto make_reshape = get_op_info("reshape").get_constructor<VarPtr, Var*, NanoVec
 auto make_broadcast =
     get_op_info("broadcast_to").get_constructor<VarPtr, Var*, NanoVector, uint, uint>();
 
+VarPtr followed;  // what a recipe has made last, until somebody holds it
+
 // Elementwise operations, written down.
 struct Recipe {
     enum What { UNARY, BINARY, TERNARY, RESHAPE, BROADCAST };
@@ -314,7 +316,6 @@ struct Recipe {
         leaves.clear();
     }
     Var* follow(const long long* given, const long long* leaf) {
-        static VarPtr last;
         std::vector<Var*> at(values);
         for (int i = 0; i < inputs; i++) at[i] = (Var*)given[i];
         for (size_t i = 0; i < leaf_values.size(); i++) at[leaf_values[i]] = (Var*)leaf[i];
@@ -337,7 +338,7 @@ struct Recipe {
             at[made[i]] = value.ptr;
             kept.push_back(std::move(value));
         }
-        if (!kept.empty()) last = std::move(kept.back());
+        if (!kept.empty()) followed = std::move(kept.back());
         return at[result];
     }
 
@@ -483,10 +484,12 @@ long long xmem_jittor_recipe(long long target, const long long* inputs, int inpu
 }
 
 // Builds the operations of a recipe on other inputs and the leaves; returns the result's address,
-// which is valid until the next call.
+// which is valid until `xmem_jittor_followed` is called.
 long long xmem_jittor_follow(long long recipe, const long long* inputs, const long long* leaves) {
     return (long long)((Recipe*)recipe)->follow(inputs, leaves);
 }
+
+void xmem_jittor_followed() { followed = VarPtr(); }
 
 void xmem_jittor_forget_recipe(long long recipe) { delete (Recipe*)recipe; }
 
