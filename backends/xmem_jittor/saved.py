@@ -9,7 +9,7 @@ inputs that they keep (`segments.py`).
 Limits: what is computed outside of modules keeps what it keeps. The `grad` of a `jt.Function` is
 called twice, the first time for a backward that never runs, so it must not spend what it reads.
 Inputs that ask for no gradient (the batch) are kept. Only first derivatives, once. A value that is
-waited for before backward makes Jittor keep more (warned of).
+waited for before backward makes Jittor keep a little more (warned of).
 """
 
 from __future__ import annotations
