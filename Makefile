@@ -47,7 +47,8 @@ check: $(READY)
 
 # Long campaigns: fuzzing, faults, repeats.
 soak: $(READY)
-	@$(BIN)/python -m pytest tests -m soak
+	@XMEM_EXPLORE=1 $(BIN)/python -m pytest tests -m soak
+	@XMEM_EXPLORE=1 $(BIN)/python -m pytest tests/test_codec.py tests/test_planner_*.py -m 'not soak'
 
 benchmarks: $(READY)
 	@$(BIN)/python benchmarks/chain.py benchmarks/results

@@ -1,6 +1,7 @@
 """What forward leaves for backward on Jittor 1.3.11, which has no hooks for it.
 
-While a block is entered, `jittor.Module.__call__` is replaced, and acts in the thread that has
+While a block is entered, `__call__` of `jittor.Module` is replaced (and of modules that have their
+own, which hooks give them), and acts in the thread that has
 entered one. Calls become units (`units.py`): the elements of lists of modules, and modules without
 parts. A module that is no list is descended into, and so is an element that holds a list of blocks
 itself. In them softmax keeps its output only (`softmax.py`). Regions of `xmem.checkpoint` pack the
@@ -47,7 +48,7 @@ class Saved:
 
 _lock = threading.Lock()
 _entered_blocks = 0
-_undo: list[Any] = []
+_undo: list[tuple[Any, Any, Any]] = []
 
 
 @contextmanager
@@ -75,13 +76,29 @@ def _entered(block: Block) -> Iterator[Block]:
 
 
 def _replace() -> None:
-    original = jt.Module.__dict__["__call__"]
-    _undo.append(original)
-    jt.Module.__call__ = _calling(original)
+    for owner in list(_callers()):
+        original = owner.__dict__["__call__"]
+        made = _calling(original)
+        _undo.append((owner, original, made))
+        setattr(owner, "__call__", made)  # noqa: B010
+
+
+def _callers() -> Iterator[type]:
+    """Yield the classes of modules with a `__call__` of their own: hooks give a class one."""
+    pending, seen = [jt.Module], {jt.Module}
+    for owner in pending:  # grows meanwhile
+        if "__call__" in owner.__dict__:
+            yield owner
+        found = [kind for kind in owner.__subclasses__() if kind not in seen]
+        seen.update(found)
+        pending += found
 
 
 def _restore() -> None:
-    jt.Module.__call__ = _undo.pop()
+    while _undo:
+        owner, original, made = _undo.pop()
+        if owner.__dict__.get("__call__") is made:  # else a hook was placed inside the block
+            setattr(owner, "__call__", original)  # noqa: B010
 
 
 def _calling(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -347,3 +347,25 @@ def test_a_small_tensor_that_is_made_again_may_be_part_of_a_large_one(backend):
     net = nn.Sequential(Positions(), Positions())
     plain, compressed, _ = compared(net, normal(32, 32, 32))
     agree(plain, compressed)
+
+
+def test_modules_with_hooks_are_packed_and_their_hooks_run(backend):
+    """A hook gives its class a `__call__` of its own."""
+    import jittor as jt
+    from jittor import nn
+
+    class Hooked(nn.Linear):
+        pass
+
+    net, x = nn.Sequential(*[Hooked(64, 64) for _ in range(3)]), normal(256, 64)
+    seen = []
+    net[1].register_forward_hook(lambda module, inputs, output: seen.append(output.shape))
+    before = Hooked.__dict__["__call__"]
+    with xmem.compress_activations(min_bytes=0, model=net) as block:
+        loss = (net(x) ** 2).mean()
+    assert Hooked.__dict__["__call__"] is before
+    assert {"1", "2"} <= set(block.layers)
+    assert len(seen) == 1
+    plain = gradients((net(x) ** 2).mean(), trained(net))
+    found = [g.numpy() for g in jt.grad(loss, trained(net), retain_graph=False)]
+    assert max(error([f], [p]) for f, p in zip(found, plain, strict=True)) < 0.02

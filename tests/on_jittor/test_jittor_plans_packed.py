@@ -3,6 +3,7 @@
 import functools
 import itertools
 import random
+from dataclasses import replace
 
 import numpy as np
 import plan_runs
@@ -109,8 +110,23 @@ def test_a_profile_has_an_option_for_each_number_of_bits(profile):
         assert four.kept_bytes < eight.kept_bytes < 0.35 * whole.kept_bytes
 
 
+def with_packing_for_free(profile):
+    """Return a profile whose packed stages take the time of others, so that plans pack."""
+    stages = []
+    for stage in profile.stages:
+        whole = stage.options[0]
+        times = {
+            "forward_seconds": whole.forward_seconds,
+            "backward_seconds": whole.backward_seconds,
+        }
+        options = tuple(replace(option, **times) for option in stage.options)
+        stages.append(replace(stage, options=options))
+    return replace(profile, stages=tuple(stages))
+
+
 @pytest.mark.parametrize("share", [0.8, 0.5, 0.35])
 def test_a_packed_plan_keeps_to_its_bytes(profile, share):
+    profile = with_packing_for_free(profile)
     plan = xmem.plan(profile, budget=int(share * whole_bytes(profile)))
     assert any(option != "keep all" for option in plan.options)
     assert plan.verified.measured_peak_bytes == plan.verified.predicted_peak_bytes
