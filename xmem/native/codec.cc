@@ -7,53 +7,6 @@ namespace {
 
 constexpr int64_t GRAIN = 64;  // blocks for which a thread is worth its while
 
-inline float widen(uint16_t h, int dtype) {
-    if (dtype == BFLOAT16) return float_of((uint32_t)h << 16);
-    _Float16 v;
-    std::memcpy(&v, &h, 2);
-    return (float)v;
-}
-
-inline uint16_t narrow_bfloat16(float x) {
-    uint32_t b = bits_of(x);
-    if ((b & MAGNITUDE) > INFINITE) return (uint16_t)((b >> 16) | 0x40);
-    return (uint16_t)((b + 0x7fffu + ((b >> 16) & 1)) >> 16);
-}
-
-inline uint16_t narrow_float16(float x) {
-    _Float16 v = (_Float16)x;
-    uint16_t h;
-    std::memcpy(&h, &v, 2);
-    return h;
-}
-
-// Reads a block of at most BLOCK values as floats; zeros behind them.
-const float* read(const void* values, int dtype, int64_t first, int count, float* buffer) {
-    if (dtype == FLOAT32) {
-        const float* x = (const float*)values + first;
-        if (count == BLOCK) return x;
-        std::memcpy(buffer, x, 4 * count);
-    } else {
-        const uint16_t* x = (const uint16_t*)values + first;
-        if (dtype == BFLOAT16)
-            for (int i = 0; i < count; i++) buffer[i] = widen(x[i], BFLOAT16);
-        else
-            for (int i = 0; i < count; i++) buffer[i] = widen(x[i], FLOAT16);
-    }
-    for (int i = count; i < BLOCK; i++) buffer[i] = 0;
-    return buffer;
-}
-
-void write(const float* buffer, void* values, int dtype, int64_t first, int count) {
-    uint16_t* x = (uint16_t*)values + first;
-    if (dtype == FLOAT32)
-        std::memcpy((float*)values + first, buffer, 4 * count);
-    else if (dtype == BFLOAT16)
-        for (int i = 0; i < count; i++) x[i] = narrow_bfloat16(buffer[i]);
-    else
-        for (int i = 0; i < count; i++) x[i] = narrow_float16(buffer[i]);
-}
-
 template <int BITS>
 void pack(const void* values, int dtype, int64_t count, int style, uint32_t seed, uint8_t* packed) {
     const int64_t blocks = blocks_of(count);

@@ -313,4 +313,52 @@ inline int64_t codes_at(int64_t count, int64_t block, int bits) {
     return 4 * blocks_of(count) + block * (BLOCK * bits / 8);
 }
 
+inline float widen(uint16_t h, int dtype) {
+    if (dtype == BFLOAT16) return float_of((uint32_t)h << 16);
+    _Float16 v;
+    std::memcpy(&v, &h, 2);
+    return (float)v;
+}
+
+inline uint16_t narrow(float x, int dtype) {
+    uint16_t h;
+    if (dtype == BFLOAT16) {
+        uint32_t b = bits_of(x);
+        if ((b & MAGNITUDE) > INFINITE) return (uint16_t)((b >> 16) | 0x40);
+        return (uint16_t)((b + 0x7fffu + ((b >> 16) & 1)) >> 16);
+    }
+    _Float16 v = (_Float16)x;
+    std::memcpy(&h, &v, 2);
+    return h;
+}
+
+// Returns a block of values as floats, in place where it can; zeros behind the last.
+inline const float* read(const void* values, int dtype, int64_t at, int count, float* buffer) {
+    if (dtype == FLOAT32) {
+        const float* x = (const float*)values + at;
+        if (count == BLOCK) return x;
+        std::memcpy(buffer, x, 4 * count);
+    } else {
+        const uint16_t* x = (const uint16_t*)values + at;
+        if (dtype == BFLOAT16)
+            for (int i = 0; i < count; i++) buffer[i] = widen(x[i], BFLOAT16);
+        else
+            for (int i = 0; i < count; i++) buffer[i] = widen(x[i], FLOAT16);
+    }
+    for (int i = count; i < BLOCK; i++) buffer[i] = 0;
+    return buffer;
+}
+
+inline void write(const float* buffer, void* values, int dtype, int64_t at, int count) {
+    if (dtype == FLOAT32) {
+        if (buffer != (float*)values + at) std::memcpy((float*)values + at, buffer, 4 * count);
+        return;
+    }
+    uint16_t* x = (uint16_t*)values + at;
+    if (dtype == BFLOAT16)
+        for (int i = 0; i < count; i++) x[i] = narrow(buffer[i], BFLOAT16);
+    else
+        for (int i = 0; i < count; i++) x[i] = narrow(buffer[i], FLOAT16);
+}
+
 }  // namespace xmem

@@ -11,6 +11,11 @@ using namespace xmem;
 
 namespace {
 
+// A weight of a half type that was rounded up stays finite.
+inline float within(float x, int dtype) {
+    return dtype == FLOAT16 ? std::max(-65504.0f, std::min(65504.0f, x)) : x;
+}
+
 constexpr int LANES = 16, GROUP = 8, CANDIDATES = 11;
 constexpr uint32_t SCALE_SHIFT = 18, LEAST_SCALE = 119u << 5;
 constexpr float LEAST_ROW = 0x1p-100f;
@@ -33,24 +38,6 @@ inline float row_scale(const uint8_t* row) {
 }
 inline float block_scale(const uint8_t* row, int64_t b) {
     return row_scale(row) * float_of((row[2 + b] + LEAST_SCALE) << SCALE_SHIFT);
-}
-
-inline float widen(uint16_t h, int dtype) {
-    if (dtype == BFLOAT16) return float_of((uint32_t)h << 16);
-    _Float16 v;
-    std::memcpy(&v, &h, 2);
-    return (float)v;
-}
-
-inline uint16_t narrow(float x, int dtype) {
-    uint16_t h;
-    if (dtype == BFLOAT16) {
-        uint32_t b = bits_of(x);
-        return (uint16_t)((b + 0x7fffu + ((b >> 16) & 1)) >> 16);
-    }
-    _Float16 v = (_Float16)std::max(-65504.0f, std::min(65504.0f, x));
-    std::memcpy(&h, &v, 2);
-    return h;
 }
 
 inline int rounded(float x, float inverse, int least, int most) {
@@ -273,7 +260,7 @@ void xmem_weights_unpack(const uint8_t* packed, int64_t rows, int64_t columns, i
                         : i < half ? (codes[i] & 15) - 8 : (codes[i - half] >> 4) - 8;
                 buffer[i] = (float)k * scale;
             }
-            for (int i = 0; i < count; i++) to[b * block + i] = narrow(buffer[i], dtype);
+            for (int i = 0; i < count; i++) to[b * block + i] = narrow(within(buffer[i], dtype), dtype);
         }
     }
 }
