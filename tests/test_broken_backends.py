@@ -65,6 +65,7 @@ CAUGHT_BY = {
     "detaching_plan": ["test_any_schedule_is_played_as_it_is_written"],
     "holding_plan": ["test_a_plan_keeps_to_its_budget_and_to_what_it_predicts"],
     "constant_marks": ["test_a_plan_keeps_to_its_budget_and_to_what_it_predicts"],
+    "unpacked_plan": ["test_packed_stages_keep_what_was_predicted_and_round"],
     "noop_compression": [
         "test_fewer_bits_take_fewer_bytes",
         "test_losses_are_the_same_and_gradients_close",

@@ -338,6 +338,15 @@ class NoopWeights(Delegate):
         return receipt
 
 
+class UnpackedPlan(Delegate):
+    """Plans that keep as it is what they should pack."""
+
+    def open(self, script, names, how, *, traced):
+        bits = (None,) * len(script.bits)
+        script = dataclasses.replace(script, bits=bits)
+        return self._real.open(script, names, how, traced=traced)
+
+
 LIES = {
     "noop_checkpoint": ("checkpoint", NoopCheckpoint),
     "twice_checkpoint": ("checkpoint", TwiceCheckpoint),
@@ -363,6 +372,7 @@ LIES = {
     "detaching_plan": ("plans", DetachingPlan),
     "holding_plan": ("plans", HoldingPlan),
     "constant_marks": ("plans", ConstantMarks),
+    "unpacked_plan": ("plans", UnpackedPlan),
     "noop_compression": ("saved", NoopSaved),
     "stuck_compression": ("saved", StuckSaved),
     "coarse_compression": ("saved", CoarseSaved),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import random
 from collections.abc import Callable
@@ -10,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import xmem
-from xmem.conformance.plugin import need
+from xmem.conformance.plugin import gap, need
 from xmem.conformance.small import SmallRun, relative_error, small_workload
 from xmem.planner import Chain, Op, Option, Stage, simulate
 from xmem.planner.plan import Plan
 from xmem.planning import least_bytes, whole_bytes
+from xmem.playing import PACKED
 
 if TYPE_CHECKING:
     from xmem.backend import Backend
@@ -156,6 +158,33 @@ def test_a_plan_keeps_to_its_budget_and_to_what_it_predicts(backend: Backend, sh
     gradients = sum(array.nbytes for array in run.weights.values())
     assert counted <= budget + gradients
     assert found.measured_peak_bytes <= counted <= found.measured_peak_bytes + gradients
+
+
+def test_packed_stages_keep_what_was_predicted_and_round(backend: Backend) -> None:
+    """Taken for free, so that the plan packs; an error of zero would mean that nothing was."""
+    need(backend, "plans", "checkpoint", "models", "training", "measure")
+    if PACKED in backend.plans.gaps:
+        gap(backend.plans.gaps[PACKED])
+    run, loss_fn, _ = _small(backend, batch=2048)
+    _, exact = run.loss_and_gradients()
+    profile = xmem.profile(run.model, run.batch, loss_fn, compress=(8,), repeats=1)
+    stages = []
+    for stage in profile.stages:
+        whole = stage.options[0]
+        seconds = {
+            "forward_seconds": whole.forward_seconds,
+            "backward_seconds": whole.backward_seconds,
+        }
+        options = tuple(dataclasses.replace(o, **seconds) for o in stage.options)
+        stages.append(dataclasses.replace(stage, options=options))
+    profile = dataclasses.replace(profile, stages=tuple(stages))
+    plan = xmem.plan(profile, budget=int(0.8 * whole_bytes(profile)))
+    assert "8 bits" in plan.options
+    assert plan.verified is not None
+    assert abs(plan.verified.error) < 0.005
+    plan.apply(run.model)
+    _, found = run.loss_and_gradients()
+    assert 1e-6 < relative_error(found, exact) < 2e-2
 
 
 def test_more_budget_never_gives_a_slower_plan(backend: Backend) -> None:
