@@ -171,7 +171,7 @@ def test_packed_stages_keep_what_was_predicted_and_round(backend: Backend) -> No
     stages = []
     for stage in profile.stages:
         whole = stage.options[0]
-        seconds = {
+        seconds: dict[str, Any] = {
             "forward_seconds": whole.forward_seconds,
             "backward_seconds": whole.backward_seconds,
         }
