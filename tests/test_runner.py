@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from xmem.conformance import worker
 from xmem.conformance.runner import finished, matrix, result_path, run_case, run_cases
 from xmem.errors import BackendNotFoundError, UsageError
 from xmem.report.model import Case, Result, read_json
@@ -102,6 +103,32 @@ def test_an_exception_in_a_worker_is_told_by_type_first_and_last_line(crashy, tm
     result = run_case(case(), tmp_path)
     assert result.status == "error"
     assert result.reason == ("RuntimeError: first line <script>alert(1)</script> [...] last | line")
+
+
+def test_the_reason_inside_a_page_of_facts_is_told():
+    page = (
+        "\x1b[38;5;1m[f 1130 executor.cc:686]\nExecute fused operator(0/2) failed.\n[Input]:\n"
+        "[Reason]: no room for 4000 bytes\x1b[m\n****\nrerun your code with\n>>> export JT_SYNC=1"
+    )
+    assert worker.reason_of(RuntimeError(page)) == (
+        "RuntimeError: [f 1130 executor.cc:686] [...] [Reason]: no room for 4000 bytes [...] ****"
+        " [...] >>> export JT_SYNC=1"
+    )
+    assert worker.reason_of(RuntimeError("")) == "RuntimeError: "
+
+
+def test_a_case_that_failed_is_run_again_where_asked_and_says_so(crashy, tmp_path):
+    crashy.plan({"mlp/baseline": "raise_once"})
+    [result] = run_cases([case()], tmp_path, retries=1)
+    assert result.status == "ok"
+    [told] = result.warnings
+    assert told.startswith("it was run again; before, it ended as error: RuntimeError: first line")
+    assert read_json(result_path(case(), tmp_path), Result) == result
+    assert "first line" in result_path(case(), tmp_path).with_suffix(".failed.log").read_text()
+    crashy.plan({"mlp/baseline": "raise"})
+    [result] = run_cases([case()], tmp_path, retries=1)
+    assert result.status == "error"
+    assert "it was run again" in result.warnings[0]
 
 
 def test_a_refused_request_is_out_of_memory_by_the_allocators_own_count(crashy, tmp_path):

@@ -43,6 +43,15 @@ def hang():
     time.sleep(600)
 
 
+def first_time():
+    """Say whether no process before this one was asked about this result."""
+    marker = Path(sys.argv[2]).with_suffix(".once")
+    if marker.exists():
+        return False
+    marker.touch()
+    return True
+
+
 def break_down(state):
     """Break as told, in the middle of the first backward pass."""
     how = mode()
@@ -59,7 +68,7 @@ def break_down(state):
     elif how == "status":
         print("xmem: half way there", file=sys.stderr, flush=True)
         print("something else", flush=True)
-    elif how == "raise":
+    elif how == "raise" or (how == "raise_once" and first_time()):
         raise RuntimeError("first line <script>alert(1)</script>\nin between\nlast | line")
     elif how == "out_of_memory":
         state.refused += 1

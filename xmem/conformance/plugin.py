@@ -6,6 +6,7 @@ case runs once per session, in a process of its own, when the first test asks fo
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from xmem.backend import Backend
 
 Results = Callable[[Case], Result]
+
+_LOG_LINES = 80
 
 # How a test ends that is about what the backend does not offer: skipped, or with --no-gaps failed.
 _gap: Callable[[str], NoReturn] = pytest.skip
@@ -42,6 +45,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--resume-results", action="store_true", help="take results that lie there")
     group.addoption(
         "--case-timeout", type=float, default=runner.TIMEOUT_SECONDS, help="seconds for one case"
+    )
+    group.addoption(
+        "--retries", type=int, default=0, help="run a case that ended as an error so often again"
     )
 
 
@@ -124,15 +130,28 @@ def results(request: pytest.FixtureRequest, results_folder: Path) -> Results:
     known: dict[Case, Result] = {}
     timeout = request.config.getoption("--case-timeout")
     resume = request.config.getoption("--resume-results")
+    retries = request.config.getoption("--retries")
 
     def result(case: Case) -> Result:
         if case not in known:
             [known[case]] = runner.run_cases(
-                [case], results_folder, resume=resume, timeout_seconds=timeout
+                [case], results_folder, resume=resume, timeout_seconds=timeout, retries=retries
             )
+            again = [told for told in known[case].warnings if told.startswith("it was run again")]
+            if again:
+                warnings.warn(f"{case.name}: {again[0]}", xmem.XmemWarning, stacklevel=1)
+            if known[case].status not in ("ok", "unsupported"):
+                _print_log(runner.result_path(case, results_folder).with_suffix(".log"))
         return known[case]
 
     return result
+
+
+def _print_log(path: Path) -> None:
+    """Show what a worker printed last, with the first test that asked for its case."""
+    if path.exists():
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        print("\n".join(["what the worker printed last:", *lines[-_LOG_LINES:]]))
 
 
 @pytest.fixture

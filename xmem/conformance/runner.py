@@ -231,12 +231,30 @@ def _reason(code: int | None, timeout_seconds: float, log_path: Path) -> str:
     return f"{ended}; last output: {' | '.join(tail)}" if tail else f"{ended}; no output"
 
 
+def _again(
+    failed: Result,
+    folder: Path,
+    timeout_seconds: float,
+    on_status: Callable[[str], None] | None,
+) -> Result:
+    """Run a case that failed once more; the first log stays beside the second."""
+    case = failed.case
+    log = result_path(case, folder).with_suffix(".log")
+    log.replace(log.with_suffix(".failed.log"))
+    result = run_case(case, folder, timeout_seconds=timeout_seconds, on_status=on_status)
+    told = f"it was run again; before, it ended as {failed.status}: {failed.reason}"
+    result = msgspec.structs.replace(result, warnings=(*result.warnings, told))
+    write_json(result, result_path(case, folder))
+    return result
+
+
 def run_cases(
     cases: Iterable[Case],
     folder: Path,
     *,
     resume: bool = False,
     timeout_seconds: float = TIMEOUT_SECONDS,
+    retries: int = 0,
     on_status: Callable[[str], None] | None = None,
 ) -> Iterator[Result]:
     """Run cases one after the other and yield each result as it comes.
@@ -246,6 +264,8 @@ def run_cases(
         folder: where each case's file goes.
         resume: take results that are already there.
         timeout_seconds: for each case.
+        retries: how often a case that ended as an error is run again; it says so in its warnings,
+            and how it failed.
         on_status: see `run_case`.
     """
     from xmem.plugins import observers
@@ -254,5 +274,9 @@ def run_cases(
         result = finished(case, folder) if resume else None
         if result is None:
             result = run_case(case, folder, timeout_seconds=timeout_seconds, on_status=on_status)
+            for _ in range(retries):
+                if result.status != "error":
+                    break
+                result = _again(result, folder, timeout_seconds, on_status)
         observers.hook.xmem_result.call_historic(kwargs={"result": result})
         yield result

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import re
 import statistics
 import sys
 import time
@@ -211,6 +212,23 @@ def _out_of_memory() -> bool:
         return False
 
 
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_CAUSE = re.compile(r"\[?reason\]?\s*:", re.IGNORECASE)
+
+
+def reason_of(error: Exception) -> str:
+    """Tell an exception by its type, its first and last line, and the lines that name a reason.
+
+    A framework may close a page of facts with advice (Jittor: "export trace_py_var=3").
+    """
+    lines = [line.strip() for line in _COLOUR.sub("", str(error)).strip().splitlines()] or [""]
+    last = len(lines) - 1
+    # What a reason says may begin on the line below the word.
+    causes = {k for n, line in enumerate(lines) if _CAUSE.match(line) for k in (n, n + 1)}
+    shown = [lines[n] for n in sorted({0, *causes, last}) if n <= last]
+    return f"{type(error).__name__}: " + " [...] ".join(line for line in shown if line)
+
+
 def attempt(case: Case, gradients_path: Path | None = None) -> Result:
     """Run a case; whatever happens becomes a result."""
     started = datetime.now(timezone.utc).isoformat(timespec="seconds")
@@ -226,11 +244,7 @@ def attempt(case: Case, gradients_path: Path | None = None) -> Result:
         except Exception as error:  # noqa: BLE001  a worker's failure is a row of the report
             traceback.print_exc()
             status: Status = "out_of_memory" if _out_of_memory() else "error"
-            lines = str(error).strip().splitlines() or [""]
-            reason = f"{type(error).__name__}: {lines[0]}"
-            if len(lines) > 1:
-                reason += f" [...] {lines[-1]}"
-            result = Result(case=case, status=status, reason=reason)
+            result = Result(case=case, status=status, reason=reason_of(error))
     messages = tuple(
         dict.fromkeys(str(w.message) for w in caught if issubclass(w.category, xmem.XmemWarning))
     )
