@@ -21,6 +21,17 @@ from xmem.plugins import BackendInfo
 from xmem.report.model import Report, read_json, schema, write_json
 
 XMEM = [sys.executable, "-m", "xmem"]
+VERBS = (
+    "backends",
+    "compare",
+    "conformance",
+    "diff",
+    "doctor",
+    "find-batch",
+    "monitor",
+    "plan",
+    "schema",
+)
 
 
 def invoke(*arguments):
@@ -39,11 +50,11 @@ def test_the_version_is_the_packages():
 
 def test_help_lists_every_verb_with_a_sentence():
     ran = invoke("--help")
-    for verb in ("backends", "compare", "conformance", "diff", "doctor", "schema"):
+    for verb in VERBS:
         assert re.search(rf"^  {verb} +[A-Z]", ran.stdout, re.MULTILINE)
 
 
-@pytest.mark.parametrize("verb", ["backends", "compare", "conformance", "diff", "doctor", "schema"])
+@pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_has_help(verb):
     ran = invoke(verb, "--help")
     assert ran.exit_code == 0
@@ -321,6 +332,12 @@ def test_backends_says_why_one_is_not_usable(crashy):
 
 def test_schema_prints_the_schema():
     assert json.loads(invoke("schema").stdout) == json.loads(json.dumps(schema()))
+    for kind in ("report", "snapshot", "diagnosis", "monitor"):
+        assert (
+            jsonschema.Draft202012Validator.check_schema(json.loads(invoke("schema", kind).stdout))
+            is None
+        )
+    assert invoke("schema", "nothing").exit_code == 2
 
 
 @pytest.fixture

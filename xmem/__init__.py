@@ -4,6 +4,9 @@
 native to it. Importing xmem imports no framework.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from xmem import optim
 from xmem.activations import choose_bits, compress_activations
 from xmem.api import (
@@ -52,11 +55,26 @@ from xmem.loop import (
     zero_grad,
 )
 from xmem.optim import optimizer_in_backward, quantize_optimizer
+from xmem.pool_control import pool
 from xmem.predicting import predict
 from xmem.scaling import GradScaler
 from xmem.weights import dequantize, quantize_weights
 
+if TYPE_CHECKING:
+    from xmem.batch_size import find_batch_size
+    from xmem.leaks import watch_leaks
+    from xmem.monitor import Monitor
+    from xmem.out_of_memory import oom_guard
+
 __version__ = "0.1.0"
+
+# Imported when they are first used: `import xmem` is to take no time that a script would notice.
+_LATER = {
+    "Monitor": "xmem.monitor",
+    "find_batch_size": "xmem.batch_size",
+    "oom_guard": "xmem.out_of_memory",
+    "watch_leaks": "xmem.leaks",
+}
 
 __all__ = [
     "BackendError",
@@ -70,6 +88,7 @@ __all__ = [
     "InvalidScheduleError",
     "KeyLayers",
     "MeasurementError",
+    "Monitor",
     "NativeBuildError",
     "NoActiveBackendError",
     "OutOfMemoryError",
@@ -93,19 +112,36 @@ __all__ = [
     "clip_grad_norm_",
     "compress_activations",
     "dequantize",
+    "find_batch_size",
     "inference",
     "log_value",
     "measure",
     "no_grad",
     "observe",
+    "oom_guard",
     "optim",
     "optimizer_in_backward",
     "optimizer_step",
     "plan",
+    "pool",
     "predict",
     "profile",
     "quantize_optimizer",
     "quantize_weights",
     "use",
+    "watch_leaks",
     "zero_grad",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is imported later (PEP 562)."""
+    if name not in _LATER:
+        raise AttributeError(f"module 'xmem' has no attribute {name!r}")
+    found = getattr(import_module(_LATER[name]), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})

@@ -9,6 +9,7 @@ from xmem.errors import CapabilityError
 
 if TYPE_CHECKING:
     from xmem.playing import Plans
+    from xmem.pooling import Pool
     from xmem.protocols import Checkpoint, Measure, Models, Precision, Training
     from xmem.quantizing import Quantize
     from xmem.saving import Saved
@@ -75,7 +76,7 @@ class Backend:
     training: Training
     models: Models
     plans: Plans
-    pool: Any
+    pool: Pool
     saved: Saved
     quantize: Quantize
     distributed: Any

@@ -96,6 +96,18 @@ class OutOfMemoryError(XmemError):
         self.diagnosis = diagnosis
 
 
+class LeakError(XmemError):
+    """`xmem.watch_leaks(on_leak="raise")` is sure of a leak.
+
+    Attributes:
+        leak: the `xmem.leaks.Leak`.
+    """
+
+    def __init__(self, message: str, *, leak: object) -> None:
+        super().__init__(message)
+        self.leak = leak
+
+
 class ReportError(XmemError):
     """A report cannot be read or written."""
 

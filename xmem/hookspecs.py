@@ -19,6 +19,7 @@ import pluggy
 
 if TYPE_CHECKING:
     from xmem.playing import Plans
+    from xmem.pooling import Pool
     from xmem.protocols import (
         Checkpoint,
         Framework,
@@ -78,7 +79,7 @@ class BackendSpec:
         """Play plans: any schedule of a chain of stages."""
 
     @hookspec(firstresult=True)
-    def xmem_pool(self, session: Session) -> Any:
+    def xmem_pool(self, session: Session) -> Pool | None:
         """Control the framework's memory pool."""
 
     @hookspec(firstresult=True)

@@ -45,6 +45,19 @@ _last_model: int | None = None
 _open: Measurement | None = None
 
 
+def refuse_open_block(what: str) -> None:
+    """Refuse what would take the peak away from an open block of `xmem.measure`.
+
+    Raises:
+        MeasurementError: a block is open.
+    """
+    if _open is not None:
+        raise MeasurementError(
+            f"{what} would reset the peak of the measured block that is open, and there is one"
+            " peak to be had. Call it before or after the block."
+        )
+
+
 def _known(peak_bytes: int | None) -> int:
     if peak_bytes is None:
         raise MeasurementError("the backend knows no peak inside a measured block: a bug in it")

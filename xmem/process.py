@@ -14,6 +14,11 @@ def peak_process_bytes() -> int | None:
     return _status_bytes("VmHWM")
 
 
+def process_bytes() -> int | None:
+    """Return what is resident of this process now, in bytes (VmRSS), or None."""
+    return _status_bytes("VmRSS")
+
+
 def _status_bytes(key: str) -> int | None:
     try:
         lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")

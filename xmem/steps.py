@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from xmem import meter
-from xmem.errors import MeasurementError, UsageError
+from xmem.errors import UsageError
 from xmem.planned import conduct, install
 from xmem.planner.plan import Plan
 from xmem.planner.schedule import Op
@@ -83,11 +83,7 @@ def check_step(backend: Backend, model: Any, loss_fn: Any, what: str) -> None:
         raise UsageError(f"{model!r} is no module of the active backend; pass its own modules")
     if not callable(loss_fn):
         raise UsageError(f"loss_fn={loss_fn!r} is no function; give loss_fn(model, batch) -> loss")
-    if meter._open is not None:
-        raise MeasurementError(
-            f"a block of xmem.measure is open, and its peak would not be its own: call {what}"
-            " before or after it"
-        )
+    meter.refuse_open_block(what)
 
 
 def every(stages: int, option: int = 0) -> list[Op]:

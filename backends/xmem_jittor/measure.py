@@ -23,13 +23,11 @@ from xmem.containers import leaves
 from xmem.errors import MeasurementError
 from xmem.protocols import CATEGORIES, Category, Counters, Tagged
 from xmem.sizes import parse_size
-from xmem_jittor import native
+from xmem_jittor import flags, native
 from xmem_jittor.masters import masters_of
 
 _CODES: dict[str, int] = {category: code for code, category in enumerate(CATEGORIES)}
 
-# Each hands out memory that views cannot share, and reshape then reads what nobody wrote.
-_BROKEN_FLAGS = {"use_sfrl_allocator": 0, "use_nfef_allocator": 1, "use_stat_allocator": 2}
 _SETTINGS = (
     "use_cuda",
     "lazy_execution",
@@ -53,7 +51,7 @@ class Measure:
         self.gaps: Mapping[str, str] = {
             "workspaces": "workspaces of cuDNN come from another pool and are not counted",
         }
-        _refuse_broken_flags()
+        flags.refuse_broken()
         self._library = native.allocator()
         probe = jt.zeros((1,)).sync()
         if not self._library.xmem_jittor_install(probe.var_ptr, _CODES["activation"]):
@@ -73,7 +71,7 @@ class Measure:
 
     def counters(self) -> Counters:
         """Read the counters."""
-        _refuse_broken_flags()
+        flags.refuse_broken()
         values = (ctypes.c_longlong * 6)()
         if not self._library.xmem_jittor_counters(values):
             raise MeasurementError(
@@ -157,24 +155,10 @@ class Measure:
 
     def settings(self) -> dict[str, str]:
         """Return Jittor's flags that change memory or time."""
-        found = {name: str(getattr(jt.flags, name)) for name in _SETTINGS if _has_flag(name)}
+        found = {name: str(getattr(jt.flags, name)) for name in _SETTINGS if flags.has(name)}
         found["omp_num_threads"] = os.environ.get("OMP_NUM_THREADS", "all")
         found["onednn"] = str(jt.compile_extern.mkl_ops is not None)
         return found
-
-
-def _has_flag(name: str) -> bool:
-    return hasattr(jt.flags, name)
-
-
-def _refuse_broken_flags() -> None:
-    for name, broken in _BROKEN_FLAGS.items():
-        if _has_flag(name) and getattr(jt.flags, name) == broken:
-            raise MeasurementError(
-                f"Jittor runs with {name}={broken}, an allocator that cannot share memory between"
-                " views: its results are silently wrong, and xmem does not count it. Set"
-                f" {name}={1 if broken == 0 else 0}."
-            )
 
 
 def _groups(optimizer: Any) -> list[dict[str, Any]]:

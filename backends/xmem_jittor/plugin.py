@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from xmem_jittor.measure import Measure
     from xmem_jittor.models import Models
     from xmem_jittor.plans import Plans
+    from xmem_jittor.pool import Pool
     from xmem_jittor.precision import Precision
     from xmem_jittor.quantize import Quantize
     from xmem_jittor.saved import Saved
@@ -105,3 +106,11 @@ def xmem_quantize(session: Session) -> Quantize:
     from xmem_jittor.quantize import Quantize
 
     return Quantize(session.device)
+
+
+@hookimpl
+def xmem_pool(session: Session) -> Pool:
+    """Control Jittor's pool through our subclass of it."""
+    from xmem_jittor.pool import Pool
+
+    return Pool(session.device)

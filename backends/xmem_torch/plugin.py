@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from xmem_torch.measure import Measure
     from xmem_torch.models import Models
     from xmem_torch.plans import Plans
+    from xmem_torch.pool import Pool
     from xmem_torch.precision import Precision
     from xmem_torch.quantize import Quantize
     from xmem_torch.saved import Saved
@@ -94,3 +95,11 @@ def xmem_quantize(session: Session) -> Quantize:
     from xmem_torch.quantize import Quantize
 
     return Quantize(session.device)
+
+
+@hookimpl
+def xmem_pool(session: Session) -> Pool:
+    """Control our allocator, or PyTorch's on CUDA."""
+    from xmem_torch.pool import Pool
+
+    return Pool(session.device)

@@ -70,9 +70,9 @@ class AllocatorSource:
 
     def counters(self) -> Counters:
         """Read the allocator."""
-        values = (ctypes.c_int64 * 6)()
+        values = (ctypes.c_int64 * native.COUNTERS)()
         self._library.xmem_torch_counters(values)
-        return Counters(*values)
+        return Counters(*values[:6])
 
     def reset_peak(self) -> None:
         """Restart both peaks and the breakdown."""
@@ -119,7 +119,7 @@ class ProfilerSource:
 
     def start(self) -> None:
         """Count the live tensors; the profiler starts when the counters are first read."""
-        self._current = self._peak = _live_tensor_bytes()
+        self._current = self._peak = live_tensor_bytes()
         self._measuring = True
 
     def _resume(self) -> None:
@@ -147,7 +147,7 @@ class ProfilerSource:
     def counters(self) -> Counters:
         """Stop the profiler, add up its events, and let it go on."""
         if not self._measuring:
-            return Counters(_live_tensor_bytes(), None, None, None, None, None)
+            return Counters(live_tensor_bytes(), None, None, None, None, None)
         if self._profiler is not None:
             self._fold()
         found = Counters(self._current, self._peak, None, None, self._allocations, None)
@@ -227,7 +227,7 @@ class CudaSource:
         return None
 
 
-def _live_tensor_bytes() -> int:
+def live_tensor_bytes() -> int:
     """Add up the distinct CPU storages that Python's objects hold."""
     sizes: dict[int, int] = {}
     for found in gc.get_objects():

@@ -347,6 +347,44 @@ class UnpackedPlan(Delegate):
         return self._real.open(script, names, how, traced=traced)
 
 
+class NoopTrim(Delegate):
+    """A pool that gives nothing back, and says it did."""
+
+    def trim(self):
+        return 1 << 20
+
+
+class LooseLimit(Delegate):
+    """A limit that is told and not kept."""
+
+    def set_limit(self, limit_bytes):
+        self._limit = limit_bytes
+
+    def stats(self):
+        return dataclasses.replace(self._real.stats(), limit_bytes=getattr(self, "_limit", None))
+
+
+class NoopPreallocation(Delegate):
+    """Memory that is promised and not taken."""
+
+    def preallocate(self, size_bytes):
+        return size_bytes
+
+
+class BlindPool(Delegate):
+    """A pool that sees no tensor that Python holds."""
+
+    def live_tensors(self):
+        return ()
+
+
+class FlatHistory(Delegate):
+    """A history without its peak."""
+
+    def history(self):
+        return self._real.history()[-1:]
+
+
 LIES = {
     "noop_checkpoint": ("checkpoint", NoopCheckpoint),
     "twice_checkpoint": ("checkpoint", TwiceCheckpoint),
@@ -378,6 +416,11 @@ LIES = {
     "coarse_compression": ("saved", CoarseSaved),
     "noop_optimizers": ("quantize", NoopOptimizers),
     "noop_weights": ("quantize", NoopWeights),
+    "noop_trim": ("pool", NoopTrim),
+    "loose_limit": ("pool", LooseLimit),
+    "noop_preallocation": ("pool", NoopPreallocation),
+    "flat_history": ("pool", FlatHistory),
+    "blind_pool": ("pool", BlindPool),
 }
 
 
@@ -431,6 +474,10 @@ class Twin:
     @hookimpl
     def xmem_quantize(self, session):
         return self._hook("quantize", session)
+
+    @hookimpl
+    def xmem_pool(self, session):
+        return self._hook("pool", session)
 
 
 def __getattr__(name):

@@ -10,7 +10,17 @@ import click
 import xmem
 from xmem.errors import BackendNotFoundError, ReportError, UsageError, XmemError, unknown
 
-_VERBS = ("backends", "compare", "conformance", "diff", "doctor", "plan", "schema")
+_VERBS = (
+    "backends",
+    "compare",
+    "conformance",
+    "diff",
+    "doctor",
+    "find-batch",
+    "monitor",
+    "plan",
+    "schema",
+)
 _USAGE_ERRORS = (UsageError, BackendNotFoundError, ReportError)
 
 
@@ -31,7 +41,9 @@ class Verbs(click.Group):
         """Import a verb."""
         if cmd_name not in _VERBS:
             return None
-        command: click.Command = importlib.import_module(f"xmem.cli.{cmd_name}").command
+        command: click.Command = importlib.import_module(
+            f"xmem.cli.{cmd_name.replace('-', '_')}"
+        ).command
         return command
 
     def resolve_command(

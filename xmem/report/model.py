@@ -189,8 +189,8 @@ def write_whole(content: bytes, path: Path) -> None:
     except OSError as error:
         unfinished.unlink(missing_ok=True)
         raise ReportError(
-            f"cannot write {path}: {error.strerror}. Make room, or name another folder; cases that"
-            " have finished are kept."
+            f"cannot write {path}: {error.strerror}. Make room, or name another folder; what was"
+            " written before is kept."
         ) from error
 
 

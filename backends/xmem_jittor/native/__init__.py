@@ -30,6 +30,9 @@ _VOID = (
     "forget_expectations",
     "enter",
     "forget_entries",
+    "set_pool",
+    "know_holders",
+    "release_orphans",
 )
 
 
@@ -41,9 +44,16 @@ def _arguments() -> tuple[str, ...]:
     return tuple(flag for flag in flags if not flag.startswith(left_out))
 
 
-def _load(name: str) -> ctypes.PyDLL:
+_ALLOCATOR_HEADERS = (
+    "beneath", "blocks", "control", "history", "installed", "log", "orphans", "pool",
+    "records",
+)  # fmt: skip
+
+
+def _load(name: str, headers: Iterable[str] = ()) -> ctypes.PyDLL:
     source = Source(
         path=_FOLDER / f"{name}.cc",
+        headers=tuple(_FOLDER / f"{header}.h" for header in headers),
         compiler=jt.compiler.cc_path,
         arguments=_arguments(),
         version=jt.__version__,
@@ -55,8 +65,9 @@ def _load(name: str) -> ctypes.PyDLL:
 @lru_cache(maxsize=1)
 def allocator() -> ctypes.PyDLL:
     """Return the library of `allocator.cc`, its functions declared."""
-    library = _load("allocator")
+    library = _load("allocator", _ALLOCATOR_HEADERS)
     number, many = ctypes.c_longlong, _Numbers
+    _declare_control(library)
     library.xmem_jittor_install.argtypes = [number, ctypes.c_int]
     library.xmem_jittor_counters.argtypes = [many]
     library.xmem_jittor_reset_peak.argtypes = []
@@ -80,6 +91,44 @@ def allocator() -> ctypes.PyDLL:
     library.xmem_jittor_bytes_of.restype = number
     for name in _VOID:
         getattr(library, f"xmem_jittor_{name}").restype = None
+    return library
+
+
+def _declare_control(library: ctypes.PyDLL) -> None:
+    number, many, integer = ctypes.c_longlong, _Numbers, ctypes.c_int
+    real = ctypes.c_double
+    library.xmem_jittor_pool_stats.argtypes = [many]
+    library.xmem_jittor_segments.argtypes = [integer, many]
+    library.xmem_jittor_history.argtypes = [integer, many]
+    library.xmem_jittor_refusal.argtypes = [many, many, integer, integer, many]
+    library.xmem_jittor_trim.restype = number
+    library.xmem_jittor_preallocate.argtypes = [number]
+    library.xmem_jittor_preallocate.restype = number
+    library.xmem_jittor_set_pool.argtypes = [real, real, number, integer]
+    library.xmem_jittor_know_holders.argtypes = [number]
+    library.xmem_jittor_pool_settings.argtypes = [ctypes.POINTER(real)]
+
+
+@lru_cache(maxsize=1)
+def recovering() -> ctypes.PyDLL:
+    """Return the library of `recovering.cc`, its functions declared."""
+    library = _load("recovering")
+    number, many = ctypes.c_longlong, _Numbers
+    library.xmem_jittor_is_pending.argtypes = [number]
+    library.xmem_jittor_values_before.argtypes = [many, ctypes.c_int, many, ctypes.c_int, many]
+    library.xmem_jittor_values_before.restype = None
+    library.xmem_jittor_memory_of.argtypes = [many, ctypes.c_int, many]
+    library.xmem_jittor_memory_of.restype = None
+    return library
+
+
+@lru_cache(maxsize=1)
+def living() -> ctypes.PyDLL:
+    """Return the library of `living.cc`, its functions declared."""
+    library = _load("living")
+    number, many, integer = ctypes.c_longlong, _Numbers, ctypes.c_int
+    library.xmem_jittor_held_objects.argtypes = [ctypes.c_void_p, many, integer]
+    library.xmem_jittor_behind.argtypes = [number, many, integer, ctypes.POINTER(integer)]
     return library
 
 

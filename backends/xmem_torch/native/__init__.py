@@ -10,6 +10,53 @@ from typing import Any
 import torch
 
 from xmem.native import Source, compile_library
+from xmem.records import CATEGORIES
+
+COUNTERS = 12
+"""How many numbers `xmem_torch_counters` writes."""
+HISTORY = 4096
+"""How many points `xmem_torch_history` writes at most."""
+LARGEST = 256
+"""How many blocks a refusal has at most."""
+
+ON_OOM = ctypes.CFUNCTYPE(None, ctypes.c_int64)
+
+
+class Row(ctypes.Structure):
+    """A block; see state.h."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_int64)
+        for name in ("segment", "address", "size", "bytes", "category", "birth")
+    )
+
+
+class Point(ctypes.Structure):
+    """A moment; see history.h."""
+
+    _fields_ = tuple((name, ctypes.c_int64) for name in ("event", "allocated", "reserved"))
+
+
+class Refusal(ctypes.Structure):
+    """A refused request; see state.h."""
+
+    _fields_ = (
+        *(
+            (name, ctypes.c_int64)
+            for name in (
+                "requested",
+                "allocated",
+                "reserved",
+                "limit",
+                "largest_free",
+                "birth",
+                "in_backward",
+                "count",
+            )
+        ),
+        ("by_category", ctypes.c_int64 * len(CATEGORIES)),
+        ("largest", Row * LARGEST),
+    )
 
 
 @functools.cache
@@ -20,8 +67,9 @@ def load(compiler: str) -> Any:
         NativeBuildError: it does not compile.
     """
     root = Path(torch.__file__).parent
+    here = Path(__file__).parent
     source = Source(
-        path=Path(__file__).with_name("allocator.cpp"),
+        path=here / "allocator.cpp",
         compiler=compiler,
         arguments=(
             "-O2",
@@ -33,20 +81,45 @@ def load(compiler: str) -> Any:
         ),
         link_arguments=(f"-L{root / 'lib'}", "-lc10"),
         version=str(torch.__version__),
+        headers=tuple(sorted(here.glob("*.h"))),
     )
     library: Any = ctypes.CDLL(str(compile_library(source)))
-    int64 = ctypes.c_int64
-    library.xmem_torch_counters.argtypes = [ctypes.POINTER(int64)]
-    library.xmem_torch_counters.restype = None
-    library.xmem_torch_set_limit.argtypes = [int64]
-    library.xmem_torch_set_limit.restype = None
-    library.xmem_torch_tag.argtypes = [
-        ctypes.POINTER(ctypes.c_uint64),
-        int64,
-        ctypes.c_int,
-        ctypes.POINTER(ctypes.c_uint8),
-    ]
-    library.xmem_torch_tag.restype = int64
-    library.xmem_torch_tag_untagged.argtypes = [ctypes.c_int, ctypes.c_int]
-    library.xmem_torch_peak_by_category.argtypes = [ctypes.POINTER(int64)]
+    int32, int64 = ctypes.c_int, ctypes.c_int64
+    pointer = ctypes.POINTER
+    signatures: dict[str, tuple[Any, tuple[Any, ...]]] = {
+        "install": (int32, ()),
+        "uninstall": (int32, ()),
+        "counters": (None, (pointer(int64),)),
+        "reset_peak": (None, ()),
+        "set_limit": (None, (int64,)),
+        "configure": (None, (int32, *(int64,) * 6, int32)),
+        "trim": (int64, ()),
+        "preallocate": (int64, (int64,)),
+        "blocks": (int64, (pointer(Row), int64)),
+        "history": (int32, (pointer(Point),)),
+        "refusal": (int64, (pointer(Refusal),)),
+        "serial": (int64, ()),
+        "set_on_oom": (None, (ctypes.c_void_p,)),
+        "set_graph_task": (None, (ctypes.c_void_p,)),
+        "check": (int32, ()),
+        "tag": (int64, (pointer(ctypes.c_uint64), int64, int32, pointer(ctypes.c_uint8))),
+        "tag_untagged": (None, (int32, int32)),
+        "peak_by_category": (None, (pointer(int64),)),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(library, f"xmem_torch_{name}")
+        function.restype, function.argtypes = result, arguments
     return library
+
+
+def graph_task_probe() -> int | None:
+    """Return the address of what says which backward a thread runs, or None.
+
+    `torch::autograd::get_current_graph_task_id` is exported, and not in c10.
+    """
+    path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    try:
+        function = ctypes.CDLL(str(path))["_ZN5torch8autograd25get_current_graph_task_idEv"]
+    except (OSError, AttributeError):
+        return None
+    return ctypes.cast(function, ctypes.c_void_p).value

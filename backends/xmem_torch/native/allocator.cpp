@@ -1,195 +1,170 @@
-// A c10 CPU allocator that counts requested bytes exactly, by category, with a limit.
+// A c10 CPU allocator that counts requested bytes exactly, by category, with a limit and a pool.
 //
-// Only c10 headers and a C ABI: compiles in about a second, loaded by ctypes. Each block carries a
-// header with its size, the serial of its birth and its category, and is linked into the list of
-// live blocks. The counters by category at the last peak can be corrected afterwards: a block that
-// is alive now and was born before the peak was alive at the peak, so giving it a category moves
-// its bytes in the peak's breakdown too.
-#include <c10/core/Allocator.h>
+// Only c10 headers and a C ABI: compiles in about two seconds, loaded by ctypes.
 #include <c10/core/CPUAllocator.h>
-#include <c10/util/Exception.h>
 #include <pthread.h>
 
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
 #include <mutex>
 #include <unordered_map>
 
+#include "block.h"
+#include "check.h"
+#include "memory.h"
+#include "serving.h"
+#include "state.h"
+
+using namespace xmem_torch;
+using Guard = std::lock_guard<std::mutex>;
+
 namespace {
 
-constexpr int kCategories = 8;   // xmem.protocols.CATEGORIES, in its order; 0 is "temporary"
-constexpr uint64_t kHeader = 64; // keeps the data on a cache line
-
-struct Block {
-  int64_t bytes;
-  int64_t reserved;
-  uint64_t serial;
-  Block* previous;
-  Block* next;
-  uint8_t category;
-};
-static_assert(sizeof(Block) <= kHeader, "the header must fit before the data");
-
-struct State {
-  std::mutex mutex;
-  Block live{};  // head of the ring of live blocks
-  int64_t current = 0, peak = 0, reserved = 0, peak_reserved = 0;
-  int64_t pending = 0;  // admitted, and not yet there
-  int64_t allocations = 0, refused = 0, limit = -1;
-  uint64_t serial = 0, peak_serial = 0, reset_serial = 0;
-  int64_t by_category[kCategories] = {}, peak_by_category[kCategories] = {};
-  State() { live.previous = live.next = &live; }
-};
-
-// Never destroyed: tensors are freed after static destructors have run.
-State& state() {
-  static State* instance = new State();
-  return *instance;
-}
-
-void note_peak(State& s) {
-  s.peak = s.current;
-  s.peak_serial = s.serial;
-  std::memcpy(s.peak_by_category, s.by_category, sizeof(s.by_category));
-}
-
-void set_category(State& s, Block* block, uint8_t category) {
-  s.by_category[block->category] -= block->bytes;
-  s.by_category[category] += block->bytes;
-  if (block->serial <= s.peak_serial) {
-    s.peak_by_category[block->category] -= block->bytes;
-    s.peak_by_category[category] += block->bytes;
-  }
-  block->category = category;
-}
-
-void release(void* data) {
-  if (data == nullptr) return;
-  auto* block = reinterpret_cast<Block*>(static_cast<char*>(data) - kHeader);
-  {
-    State& s = state();
-    std::lock_guard<std::mutex> guard(s.mutex);
-    block->previous->next = block->next;
-    block->next->previous = block->previous;
-    s.current -= block->bytes;
-    s.reserved -= block->reserved;
-    s.by_category[block->category] -= block->bytes;
-  }
-  c10::profiledCPUMemoryReporter().Delete(data);
-  std::free(block);
-}
-
-// Lets a request in, or refuses it. What is let in counts against the limit at once, so that two
-// threads cannot pass it together, and towards the bytes allocated when the block is there.
-bool admit(State& s, int64_t bytes, int64_t* in_use, int64_t* limit) {
-  std::lock_guard<std::mutex> guard(s.mutex);
-  *in_use = s.current;
-  *limit = s.limit;
-  if (s.limit >= 0 && s.current + s.pending + bytes > s.limit) {
-    ++s.refused;
-    return false;
-  }
-  s.pending += bytes;
-  return true;
-}
-
-void enlist(State& s, Block* block) {
-  std::lock_guard<std::mutex> guard(s.mutex);
-  block->serial = ++s.serial;
-  block->next = s.live.next;
-  block->previous = &s.live;
-  s.live.next->previous = block;
-  s.live.next = block;
-  ++s.allocations;
-  s.pending -= block->bytes;
-  s.current += block->bytes;
-  s.reserved += block->reserved;
-  s.by_category[0] += block->bytes;
-  if (s.reserved > s.peak_reserved) s.peak_reserved = s.reserved;
-  if (s.current > s.peak) note_peak(s);
-}
-
-struct CountingAllocator final : c10::Allocator {
-  c10::DataPtr allocate(size_t size) override {
-    const c10::Device device(c10::kCPU);
-    if (size == 0) return {nullptr, nullptr, &release, device};
-    State& s = state();
-    const auto bytes = static_cast<int64_t>(size);
-    const auto reserved = static_cast<int64_t>((size + 63) / 64 * 64 + kHeader);
-    int64_t in_use = 0, limit = 0;
-    TORCH_CHECK_WITH(
-        OutOfMemoryError, admit(s, bytes, &in_use, &limit),
-        "CPU out of memory. Tried to allocate ", size, " bytes; ", in_use,
-        " bytes are allocated and the limit is ", limit, " bytes.");
-    void* memory = nullptr;
-    if (posix_memalign(&memory, 64, static_cast<size_t>(reserved)) != 0) {
-      {
-        std::lock_guard<std::mutex> guard(s.mutex);
-        s.pending -= bytes;
-        ++s.refused;
-      }
-      c10::profiledCPUMemoryReporter().OutOfMemory(size);
-      TORCH_CHECK_WITH(
-          OutOfMemoryError, false, "CPU out of memory. The system has no ", size,
-          " bytes left; ", in_use, " bytes are allocated.");
-    }
-    auto* block = new (memory) Block{bytes, reserved, 0, nullptr, nullptr, 0};
-    enlist(s, block);
-    void* data = static_cast<char*>(memory) + kHeader;
-    c10::profiledCPUMemoryReporter().New(data, size);
-    return {data, data, &release, device};
-  }
-  c10::DeleterFnPtr raw_deleter() const override { return &release; }
-  void copy_data(void* target, const void* source, std::size_t count) const override {
-    default_copy_data(target, source, count);
-  }
-};
-
-CountingAllocator* installed = nullptr;
+PoolAllocator* installed = nullptr;
+c10::Allocator* previous = nullptr;
 constexpr uint8_t kPriority = 100;
 
 }  // namespace
 
 extern "C" {
 
-// Returns 1 if this call installed the allocator. It stays: live blocks keep its deleter.
+// Returns 1 if this call installed the allocator.
 int xmem_torch_install() {
-  if (installed != nullptr && c10::GetCPUAllocator() == installed) return 0;
+  c10::Allocator* now = c10::GetCPUAllocator();
+  if (installed != nullptr && now == installed) return 0;
   if (installed == nullptr) {
-    installed = new CountingAllocator();
+    installed = new PoolAllocator();
     state();
     // A fork in one thread (DataLoader workers) must not leave the lock held in the child.
     pthread_atfork([] { state().mutex.lock(); }, [] { state().mutex.unlock(); },
                    [] { state().mutex.unlock(); });
   }
+  previous = now;
+  set_in_use(true);
   c10::SetCPUAllocator(installed, kPriority);
   return 1;
 }
 
+// Puts the previous allocator back; returns 1 if ours was in place. Live blocks keep its deleter.
+int xmem_torch_uninstall() {
+  if (installed == nullptr || c10::GetCPUAllocator() != installed) return 0;
+  c10::SetCPUAllocator(previous, kPriority);
+  set_in_use(false);
+  trim();
+  return 1;
+}
+
+// allocated, its peak, reserved, its peak, allocations, refused, frees, segments, cached, largest
+// free, limit, retries
 void xmem_torch_counters(int64_t* out) {
   State& s = state();
-  std::lock_guard<std::mutex> guard(s.mutex);
-  out[0] = s.current;
-  out[1] = s.peak;
-  out[2] = s.reserved;
-  out[3] = s.peak_reserved;
-  out[4] = s.allocations;
-  out[5] = s.refused;
+  Guard guard(s.mutex);
+  const Counters& c = s.counters;
+  const int64_t values[] = {c.current, c.peak,  c.reserved, c.peak_reserved,   c.allocations,
+                            c.refused, c.frees, c.segments, s.pool.cached(), s.pool.largest_free(),
+                            s.limit,   c.retries};
+  std::memcpy(out, values, sizeof(values));
 }
 
 void xmem_torch_reset_peak() {
   State& s = state();
-  std::lock_guard<std::mutex> guard(s.mutex);
-  note_peak(s);
-  s.reset_serial = s.serial;
-  s.peak_reserved = s.reserved;
+  Guard guard(s.mutex);
+  s.counters.reset_peak();
 }
 
 void xmem_torch_set_limit(int64_t limit) {
+  Returned returned;
   State& s = state();
-  std::lock_guard<std::mutex> guard(s.mutex);
+  Guard guard(s.mutex);
   s.limit = limit;
+  if (limit == kNoLimit || s.counters.reserved <= limit) return;
+  const int64_t over = s.counters.reserved - limit, cached = s.pool.cached();
+  s.pool.shrink(cached > over ? cached - over : 0, returned);
+}
+
+// Puts settings in force; what is cached goes back, as it was cut for others.
+void xmem_torch_configure(int strategy, int64_t segment, int64_t reserve_per_mille,
+                          int64_t min_cached, int64_t cache_limit, int64_t divisions,
+                          int64_t slack_per_mille, int huge_pages) {
+  Returned returned;
+  State& s = state();
+  Guard guard(s.mutex);
+  s.pool.settings = {static_cast<Kind>(strategy), segment,   reserve_per_mille, min_cached,
+                     cache_limit,                 divisions, slack_per_mille,   huge_pages != 0};
+  s.pool.shrink(0, returned);
+}
+
+int64_t xmem_torch_trim() { return trim(); }
+
+// Returns the bytes that are new, or -1 where the system has no more.
+int64_t xmem_torch_preallocate(int64_t bytes) {
+  Returned returned;
+  State& s = state();
+  Want want{};
+  {
+    Guard guard(s.mutex);
+    if (s.pool.largest_free() >= bytes) return 0;
+    want = s.pool.want(bytes, kNoLimit, true, returned);
+  }
+  Block* segment = new_segment(want.size, want.kind, want.origin, want.huge);
+  if (segment == nullptr) return -1;
+  Guard guard(s.mutex);
+  if (want.kind == kPassthrough || want.kind != s.pool.settings.strategy) {
+    returned.add(segment);  // the strategy has changed meanwhile
+    return 0;
+  }
+  s.pool.adopt_free(segment);
+  return want.size;
+}
+
+// Writes at most `capacity` rows, a segment's one after the other; returns how many there are.
+int64_t xmem_torch_blocks(Row* out, int64_t capacity) {
+  State& s = state();
+  Guard guard(s.mutex);
+  int64_t count = 0;
+  s.each_segment([&](Block* first) {
+    for (Block* b = first; b != nullptr; b = b->right, ++count)
+      if (count < capacity) out[count] = State::row_of(b, first);
+  });
+  return count;
+}
+
+// Writes at most History::kCapacity points; returns how many.
+int xmem_torch_history(Point* out) {
+  State& s = state();
+  Guard guard(s.mutex);
+  return s.counters.history.read(out);
+}
+
+// Copies the latest refusal; returns how many there have been.
+int64_t xmem_torch_refusal(Refusal* out) {
+  State& s = state();
+  Guard guard(s.mutex);
+  *out = s.refusal;
+  return s.counters.refused;
+}
+
+// The serial of the latest allocation.
+int64_t xmem_torch_serial() {
+  State& s = state();
+  Guard guard(s.mutex);
+  return static_cast<int64_t>(s.counters.serial);
+}
+
+// Sets whom to ask before a request is refused; null for nobody.
+void xmem_torch_set_on_oom(OnOom callback) { on_oom.store(callback); }
+
+// Tells how to see whether a thread runs backward.
+void xmem_torch_set_graph_task(int (*function)()) {
+  State& s = state();
+  Guard guard(s.mutex);
+  s.graph_task = function;
+}
+
+int xmem_torch_check() {
+  State& s = state();
+  Guard guard(s.mutex);
+  return check(s);
 }
 
 // Tags the live blocks that start at the given addresses. found[i] becomes 1 for those of ours;
@@ -198,12 +173,13 @@ int64_t xmem_torch_tag(const uint64_t* addresses, int64_t count, int category, u
   std::unordered_map<uint64_t, int64_t> wanted;
   for (int64_t i = 0; i < count; ++i) wanted.emplace(addresses[i], i);
   State& s = state();
-  std::lock_guard<std::mutex> guard(s.mutex);
+  Guard guard(s.mutex);
+  Counters& c = s.counters;
   int64_t bytes = 0;
-  for (Block* b = s.live.next; b != &s.live; b = b->next) {
-    auto it = wanted.find(reinterpret_cast<uint64_t>(b) + kHeader);
+  for (Block* b = c.live.next; b != &c.live; b = b->next) {
+    auto it = wanted.find(reinterpret_cast<uint64_t>(b->data()));
     if (it == wanted.end()) continue;
-    set_category(s, b, static_cast<uint8_t>(category));
+    c.set_category(b, static_cast<uint8_t>(category));
     found[it->second] = 1;
     bytes += b->bytes;
   }
@@ -214,16 +190,17 @@ int64_t xmem_torch_tag(const uint64_t* addresses, int64_t count, int category, u
 // that is being measured.
 void xmem_torch_tag_untagged(int category, int since_reset) {
   State& s = state();
-  std::lock_guard<std::mutex> guard(s.mutex);
-  for (Block* b = s.live.next; b != &s.live; b = b->next)
-    if (b->category == 0 && (!since_reset || b->serial > s.reset_serial))
-      set_category(s, b, static_cast<uint8_t>(category));
+  Guard guard(s.mutex);
+  Counters& c = s.counters;
+  for (Block* b = c.live.next; b != &c.live; b = b->next)
+    if (b->category == 0 && (!since_reset || b->serial > c.reset_serial))
+      c.set_category(b, static_cast<uint8_t>(category));
 }
 
 void xmem_torch_peak_by_category(int64_t* out) {
   State& s = state();
-  std::lock_guard<std::mutex> guard(s.mutex);
-  std::memcpy(out, s.peak_by_category, sizeof(s.peak_by_category));
+  Guard guard(s.mutex);
+  std::memcpy(out, s.counters.peak_by_category, sizeof(s.counters.peak_by_category));
 }
 
 }  // extern "C"
