@@ -62,6 +62,7 @@ benchmarks: $(READY)
 	@$(BIN)/python benchmarks/compress.py benchmarks/results $(BACKENDS)
 	@$(BIN)/python benchmarks/optimizers.py benchmarks/results $(BACKENDS)
 	@$(BIN)/python benchmarks/weights.py benchmarks/results
+	@$(BIN)/python benchmarks/pool.py benchmarks/results
 
 # The main job once more, kept under benchmarks/results/ and in the README's tables; and long
 # trainings with their loss curves.

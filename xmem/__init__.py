@@ -29,6 +29,7 @@ from xmem.errors import (
     CompositionError,
     InfeasibleBudgetError,
     InvalidScheduleError,
+    LeakError,
     MeasurementError,
     NativeBuildError,
     NoActiveBackendError,
@@ -55,7 +56,6 @@ from xmem.loop import (
     zero_grad,
 )
 from xmem.optim import optimizer_in_backward, quantize_optimizer
-from xmem.pool_control import pool
 from xmem.predicting import predict
 from xmem.scaling import GradScaler
 from xmem.weights import dequantize, quantize_weights
@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from xmem.leaks import watch_leaks
     from xmem.monitor import Monitor
     from xmem.out_of_memory import oom_guard
+    from xmem.pool_control import pool
 
 __version__ = "0.1.0"
 
@@ -73,6 +74,7 @@ _LATER = {
     "Monitor": "xmem.monitor",
     "find_batch_size": "xmem.batch_size",
     "oom_guard": "xmem.out_of_memory",
+    "pool": "xmem.pool_control",
     "watch_leaks": "xmem.leaks",
 }
 
@@ -87,6 +89,7 @@ __all__ = [
     "InfeasibleBudgetError",
     "InvalidScheduleError",
     "KeyLayers",
+    "LeakError",
     "MeasurementError",
     "Monitor",
     "NativeBuildError",

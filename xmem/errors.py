@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from xmem.diagnosis import Diagnosis
+    from xmem.leak_records import Leak
+
 
 class XmemError(Exception):
     """Every error that xmem raises on purpose."""
@@ -49,14 +52,14 @@ class PlanError(XmemError):
 
 
 class InfeasibleBudgetError(PlanError, ValueError):
-    """No plan fits the budget.
+    """No plan, or no batch, fits the budget.
 
     Attributes:
         budget_bytes: what was asked for, in bytes.
-        minimum_bytes: the least budget that has a plan, in bytes.
+        minimum_bytes: the least budget that something fits, in bytes; None where it is not known.
     """
 
-    def __init__(self, message: str, *, budget_bytes: int, minimum_bytes: int) -> None:
+    def __init__(self, message: str, *, budget_bytes: int, minimum_bytes: int | None) -> None:
         super().__init__(message)
         self.budget_bytes = budget_bytes
         self.minimum_bytes = minimum_bytes
@@ -89,9 +92,12 @@ class MeasurementError(XmemError):
 
 
 class OutOfMemoryError(XmemError):
-    """Training ran out of memory; `diagnosis` says where the bytes were."""
+    """Training ran out of memory; `diagnosis` says where the bytes were.
 
-    def __init__(self, message: str, *, diagnosis: object | None = None) -> None:
+    Inside `xmem.oom_guard` it is an instance of the framework's own out-of-memory error too.
+    """
+
+    def __init__(self, message: str, *, diagnosis: Diagnosis | None = None) -> None:
         super().__init__(message)
         self.diagnosis = diagnosis
 
@@ -103,7 +109,7 @@ class LeakError(XmemError):
         leak: the `xmem.leaks.Leak`.
     """
 
-    def __init__(self, message: str, *, leak: object) -> None:
+    def __init__(self, message: str, *, leak: Leak) -> None:
         super().__init__(message)
         self.leak = leak
 

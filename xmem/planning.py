@@ -119,14 +119,13 @@ def _verified(backend: Backend, profile: Profile, source: Source, asked: int, ga
         except InfeasibleBudgetError as error:
             if not measured:
                 raise
-            over = asked - most
+            over, least = asked - most, least_bytes(profile)
             raise InfeasibleBudgetError(
                 f"no plan of {profile.name!r} fits {asked} bytes: a real step takes up to {over}"
                 f" bytes more than predicted, and the least that is predicted is"
-                f" {error.minimum_bytes}. What helps: give {error.minimum_bytes + over} bytes; make"
-                " the batch smaller.",
+                f" {least}. What helps: give {least + over} bytes; make the batch smaller.",
                 budget_bytes=asked,
-                minimum_bytes=error.minimum_bytes + over,
+                minimum_bytes=least + over,
             ) from error
         seen, seconds = _run(backend, source, plan)
         peak = seen.peak_bytes + profile.batch_bytes

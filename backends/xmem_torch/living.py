@@ -63,7 +63,7 @@ def _note_others(classes: Sequence[type]) -> None:
 
 
 def live_counts() -> dict[str, int]:
-    """Return the number of Python's tensors.
+    """Return the number of Python's tensors; differences are exact.
 
     Classes are held by others too (modules, methods, subclasses); how often, a walk over all
     tensors tells when a class is seen for the first time.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any, Protocol
 
 import torch
@@ -58,6 +58,20 @@ class Control(Protocol):
 
     def recover(self) -> None:
         """Let nothing stay of a failed step."""
+
+
+def _empty_backward_queue() -> None:
+    """Have autograd forget the graph of a backward that failed in this thread.
+
+    Its thread keeps what was still to be run (PyTorch 2.13) until it runs another backward. This
+    one goes to the engine itself, past the doors that measuring watches.
+    """
+    with torch.inference_mode(False), torch.enable_grad(), suppress(torch.OutOfMemoryError):
+        one = torch.ones((), requires_grad=True)
+        torch.autograd.Variable._execution_engine.run_backward(
+            (one,), (one.detach(),), False, False, (one,), allow_unreachable=True,
+            accumulate_grad=False,
+        )  # fmt: skip
 
 
 @functools.cache  # "auto" and "cpu" open two backends, with one allocator behind them
@@ -140,6 +154,7 @@ class Pool:
     def recover(self) -> None:
         """Collect what the failed step left, forget autocast's casts, and trim."""
         torch.clear_autocast_cache()
+        _empty_backward_queue()
         gc.collect()
         self._control.recover()
 

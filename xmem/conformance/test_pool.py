@@ -16,10 +16,12 @@ from xmem.errors import CapabilityError, UsageError
 from xmem.pooling import ON_OOM, Pool
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from xmem.backend import Backend
 
+_HEADER = 512  # what a pool may take of a free piece for itself, alignment included
 _BYTES = 3 * (1 << 20) + 4
 
 
@@ -75,7 +77,24 @@ def test_a_tensor_moves_the_counters_by_what_it_takes(backend: Backend) -> None:
         assert after.free_count > held.free_count
 
 
-def test_its_segments_add_up(backend: Backend) -> None:
+_STRATEGIES = ("passthrough", "size_class", "bfc")
+
+
+@pytest.fixture(params=_STRATEGIES)
+def strategy(request: pytest.FixtureRequest, backend: Backend) -> Iterator[str]:
+    """Each strategy in turn; a pool that knows none is what it is, once."""
+    chosen: str = request.param
+    offered = backend.offers("pool") and "strategy" in backend.pool.settings
+    if not offered and chosen != _STRATEGIES[0]:
+        pytest.skip("the pool has no strategies to choose from")
+    if offered:
+        xmem.pool.configure(strategy=chosen)
+    yield chosen
+    if offered:
+        xmem.pool.configure(strategy=_STRATEGIES[0])
+
+
+def test_its_segments_add_up(backend: Backend, strategy: str) -> None:
     """Blocks fill their segments, live ones are what is allocated, all are what is reserved."""
     need(backend, "pool", "measure", "models")
     refuse_gap(backend.pool, "segments")
@@ -92,7 +111,7 @@ def test_its_segments_add_up(backend: Backend) -> None:
         assert all(b.requested_bytes <= b.size_bytes for b in segment.blocks)
     free = [b.size_bytes for b in blocks if b.category is None]
     if stats.largest_free_bytes is not None:
-        assert stats.largest_free_bytes == max(free, default=0)
+        assert 0 <= max(free, default=0) - stats.largest_free_bytes <= _HEADER
 
 
 def test_a_limit_holds_and_can_be_taken_away(backend: Backend) -> None:
@@ -118,7 +137,7 @@ def test_a_limit_holds_and_can_be_taken_away(backend: Backend) -> None:
         del small
     finally:
         xmem.pool.configure(limit=None)
-    assert xmem.pool.limit is None
+    assert xmem.pool.stats().limit_bytes is None
     tensor = _tensor(backend)
     del tensor
     after = xmem.pool.stats().out_of_memory_count
@@ -238,7 +257,7 @@ def test_wrong_settings_change_nothing(backend: Backend) -> None:
             xmem.pool.configure(**values)
     for name in backend.pool.elsewhere:
         with pytest.raises(CapabilityError, match=name):
-            xmem.pool.configure(**{name: 1})
+            xmem.pool.configure(**dict[str, Any]({name: 1}))
     assert xmem.pool.settings == before
     assert xmem.pool.limit is None
 
