@@ -88,6 +88,8 @@ CAUGHT_BY = {
     "loose_limit": ["test_a_limit_holds_and_can_be_taken_away"],
     "noop_preallocation": ["test_preallocated_memory_is_used"],
     "flat_history": ["test_the_peak_and_the_history_start_again"],
+    "phaseless_pool": ["test_gradients_of_a_step_that_failed_are_not_added_to_the_next"],
+    "nameless_pool": ["test_the_diagnosis_adds_up_and_names_what_the_model_owns"],
     "blind_pool": ["test_a_kept_loss_is_found_and_named"],
 }
 

@@ -183,7 +183,7 @@ class Pool:
             warnings.warn(
                 f"memory ran out while the optimizer updated: {found.updated} of {total} tensors"
                 f" (parameters, buffers, states) had been updated by then and stay so,"
-                f" {found.restored} were put back, {found.lost} have no value. Load a checkpoint if"
+                f" {found.restored} were put back, {found.lost} wait to be computed. Load a checkpoint if"
                 " a step must be taken as a whole or not at all.",
                 XmemWarning,
                 stacklevel=2,

@@ -23,7 +23,8 @@ from typing import Any
 import jittor as jt
 
 from xmem.containers import leaves
-from xmem_jittor import gradients, native
+from xmem.sizes import format_size
+from xmem_jittor import gradients, native, ran_out
 from xmem_jittor.masters import masters_of
 
 # More notes without an execution in between have lost the first anyway.
@@ -141,8 +142,14 @@ def is_pending(tensor: Any) -> bool:
 def following(model: Any, optimizer: Any) -> Iterator[Followed]:
     """Note inside the block what `put_back` needs: at its start, and whenever gradients are asked.
 
-    Nothing is held beside the Python objects, so no tensor lives longer than it would.
+    Nothing is held beside the Python objects, so no tensor lives longer than it would. Updates that
+    are pending at the start are run: what they were made of is not known, so that they could be
+    neither put back nor told from those of the block.
+
+    Raises:
+        JittorOutOfMemoryError: there is no memory for those; they stay pending, and nothing is lost.
     """
+    _run_pending(held_by(model, optimizer))
     followed = Followed(model, optimizer)
     followed.note()
     original, depth = jt.grad, 0
@@ -164,6 +171,31 @@ def following(model: Any, optimizer: Any) -> Iterator[Followed]:
     finally:
         _followed.remove(followed)
         jt.grad = original
+
+
+def _run_pending(tensors: list[Any]) -> None:
+    """Compute those of the tensors that are not yet."""
+    pending = [tensor for tensor in tensors if is_pending(tensor)]
+    if not pending:
+        return
+    try:
+        jt.sync(pending)
+    except RuntimeError as error:
+        if not ran_out.is_out_of_memory(error):
+            raise
+        raise ran_out.JittorOutOfMemoryError(_too_early(pending)) from None
+
+
+def _too_early(tensors: list[Any]) -> str:
+    found = ran_out.counters()
+    limit = "none" if found[ran_out.LIMIT] < 0 else format_size(found[ran_out.LIMIT])
+    return (
+        f"memory ran out where the block begins, for {sum(map(is_pending, tensors))} parameters,"
+        f" buffers or optimizer states whose values were asked for before it ("
+        f"{format_size(found[0])} are allocated, the limit is {limit}). Nothing is lost: they wait"
+        " for memory. Raise the limit (xmem.pool.configure(limit=...)) or let go of tensors, and"
+        " enter the block again"
+    )
 
 
 def put_back_all() -> PutBack:

@@ -6,7 +6,7 @@ A backend `broken-LIE-BASE` is BASE with one lie, e.g. `broken-noop_checkpoint-t
 import dataclasses
 import functools
 import importlib
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import xmem
 from xmem.casting import in_force
@@ -378,6 +378,42 @@ class BlindPool(Delegate):
         return ()
 
 
+class WatchLie(Delegate):
+    """A pool whose watch lies about what it saw."""
+
+    @contextmanager
+    def watch(self, model, optimizer):
+        with self._real.watch(model, optimizer) as owners:
+            yield self.owners(owners)
+
+
+class NamelessOwners(Delegate):
+    def owner_of(self, block):
+        return "something"
+
+
+class NamelessPool(WatchLie):
+    """A pool that knows no owners by name."""
+
+    owners = NamelessOwners
+
+
+class PhaselessOwners(Delegate):
+    phases = frozenset()
+
+    def phase_of(self, refusal):
+        return "outside"
+
+    def phase_at(self, birth):
+        return "outside"
+
+
+class PhaselessPool(WatchLie):
+    """A pool that never knows in which phase of a step it is."""
+
+    owners = PhaselessOwners
+
+
 class FlatHistory(Delegate):
     """A history without its peak."""
 
@@ -421,6 +457,8 @@ LIES = {
     "noop_preallocation": ("pool", NoopPreallocation),
     "flat_history": ("pool", FlatHistory),
     "blind_pool": ("pool", BlindPool),
+    "nameless_pool": ("pool", NamelessPool),
+    "phaseless_pool": ("pool", PhaselessPool),
 }
 
 
