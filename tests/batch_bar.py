@@ -43,6 +43,7 @@ class Oracle:
         self.backend = backend
         self.make = make
         self.steps = steps
+        self.peaks = {}
 
     def run(self, size, limit_bytes, steps=None):
         """Return the peak of a size, or None if it was refused."""
@@ -71,6 +72,7 @@ class Oracle:
         if peak is None:
             self.backend.pool.recover()
         meter.synchronize()
+        self.peaks[size] = peak
         return peak
 
     def bisect(self, minimum, limit_bytes):

@@ -1,5 +1,6 @@
 """Steps on the backend `xmem_fitting`: parameters, states, activations; and ways to fail."""
 
+import contextlib
 import functools
 import os
 import signal
@@ -90,10 +91,32 @@ def _hang(most, pids, size):
         time.sleep(60)
 
 
-def raise_above(most, size):
-    """A bug in the step."""
+def raise_above(most, size, *, survived=False):
+    """A bug in the step, after a refusal that it has lived with."""
+    import xmem_fitting
+
+    if survived:
+        with contextlib.suppress(RuntimeError):
+            xmem_fitting.MEASURE.take(10**9)
     if size > most:
         raise KeyError(f"no such item: {size}")
+
+
+def leave_above(most, size):
+    """What `argparse` does where it does not understand."""
+    if size > most:
+        sys.exit(2)
+
+
+def crash_with_a_heir_above(most, pids, size):
+    """The process is gone, and one that it forked has all that it had open."""
+    if size > most:
+        heir = os.fork()
+        if not heir:
+            time.sleep(60)
+            os._exit(0)
+        Path(pids).write_text(str(heir))
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def noise(size):

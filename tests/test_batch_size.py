@@ -9,8 +9,9 @@ import pytest
 from fitting import BY_ITEM, STATES, STATIC, fitting, peak_of, plain, raise_above
 
 import xmem
+from xmem.batch_records import BatchSize
 from xmem.batch_search import Space
-from xmem.batch_size import BatchSize, Finder, find_batch_size
+from xmem.batch_size import Finder, find_batch_size
 from xmem.batch_trials import Outcome
 from xmem.errors import CapabilityError, InfeasibleBudgetError, MeasurementError, UsageError
 
@@ -91,11 +92,43 @@ def test_a_minimum_that_does_not_fit_is_measured_and_told(fitting):
     assert fitting.MEASURE.allocated == 0
 
 
-def test_an_error_that_is_not_for_want_of_memory_is_raised_as_it_is(fitting):
-    make = functools.partial(plain, on_step=functools.partial(raise_above, 3))
-    with pytest.raises(KeyError, match="no such item"):
-        find(make, budget=peak_of(20))
+@pytest.mark.parametrize("isolate", [False, True])
+@pytest.mark.parametrize("survived", [False, True])
+def test_a_bug_is_raised_as_it_is_with_the_size(fitting, caplog, isolate, survived):
+    """Also where a request was refused before it, and the step lived with that."""
+    on_step = functools.partial(raise_above, 3, survived=survived)
+    make = functools.partial(plain, on_step=on_step)
+    with pytest.raises(KeyError, match="no such item") as caught:
+        find(make, budget=peak_of(20), isolate=isolate)
     assert fitting.MEASURE.limit is None
+    size = caught.value.args[0].split()[-1]
+    assert f"batch size {size}" in caught.value.__notes__[0]
+    assert f"batch size {size} failed: KeyError" in caplog.text
+
+
+def test_an_error_that_lack_of_memory_led_to_is_a_size_that_does_not_fit(fitting):
+    def make(size):
+        inner = plain(size)
+
+        def step():
+            try:
+                return inner()
+            except RuntimeError:
+                raise LookupError("a library's own") from None
+
+        return step
+
+    assert find(make, budget=peak_of(7)) == 7
+
+
+def test_a_minimum_beyond_the_machine_is_not_run_without_any_limit(fitting, monkeypatch):
+    """The system would end this process."""
+    from xmem import batch_size
+
+    monkeypatch.setattr(batch_size, "available_bytes", lambda backend: peak_of(5000))
+    with pytest.raises(InfeasibleBudgetError, match="more than there is") as caught:
+        find(plain, budget=peak_of(3), minimum=10_000)
+    assert caught.value.minimum_bytes is None
 
 
 def test_a_refusal_that_the_step_caught_and_lived_with_fits(fitting):
@@ -154,6 +187,9 @@ def test_a_batch_size_is_an_int_that_is_not_changed(fitting):
         ({"margin": 1.0}, r"margin=1\.0"),
         ({"margin": -0.1}, r"margin=-0\.1"),
         ({"time_limit": 0}, "time_limit=0"),
+        ({"margin": "0.1"}, "margin='0.1'"),
+        ({"time_limit": "60"}, "time_limit='60'"),
+        ({"time_limit": float("nan")}, "time_limit=nan"),
         ({"steps": 0}, "steps=0"),
         ({"minimum": 5, "maximum": 4}, "between minimum=5 and maximum=4"),
         ({"make_step": 3}, "make_step=3"),

@@ -69,6 +69,31 @@ def test_a_try_that_hangs_is_ended_with_all_that_it_started(fitting, tmp_path):
     assert not any(fits.is_alive(int(pid)) for pid in pids.read_text().split())
 
 
+def test_a_try_that_hangs_without_a_time_limit_does_not_fit(fitting, tmp_path, monkeypatch):
+    from xmem import batch_process
+
+    monkeypatch.setattr(batch_process, "HANG_SECONDS", 2.0)
+    make = functools.partial(plain, on_step=fits.hang_above(11, tmp_path / "pids"))
+    found = find(make, budget=peak_of(100), maximum=12)
+    assert (found, found.limited_by) == (11, "budget")
+    assert [t.reason for t in found.tries if not t.fits] == ["it hung: nothing was heard for 2 s"]
+
+
+def test_a_crash_is_seen_though_a_forked_process_holds_the_socket(fitting, tmp_path):
+    pids = tmp_path / "pids"
+    on_step = functools.partial(fits.crash_with_a_heir_above, 11, pids)
+    begun = time.monotonic()
+    assert find(functools.partial(plain, on_step=on_step), budget=peak_of(100), maximum=12) == 11
+    assert time.monotonic() - begun < 30
+    assert not fits.is_alive(int(pids.read_text()))
+
+
+def test_a_step_that_leaves_python_is_an_error_and_no_size_that_does_not_fit(fitting):
+    make = functools.partial(plain, on_step=functools.partial(fits.leave_above, 3))
+    with pytest.raises(MeasurementError, match=r"the step of size \d+ failed: SystemExit: 2"):
+        find(make, budget=peak_of(100))
+
+
 def test_ctrl_c_leaves_no_process(fitting, tmp_path):
     pids = tmp_path / "pids"
     make = functools.partial(plain, on_step=fits.hang_above(0, pids))

@@ -133,13 +133,22 @@ def test_the_text_says_when_parameters_may_be_half_updated():
     assert "go on from a checkpoint" in markdown(diagnosis(may_be_updated=True))
 
 
+def test_a_request_of_unknown_size_is_said_to_be_one():
+    unknown = diagnosis(requested_bytes=None)
+    assert headline(unknown) == (
+        "CPU out of memory. A request in forward of blocks.2.attention was refused; how much it"
+        " asked for is not known. 60.00 MiB are allocated."
+    )
+    assert headline(diagnosis(requested_bytes=None, allocated_bytes=None)).endswith("not known.")
+
+
 def test_the_page_has_exact_bytes_and_every_part():
     page = markdown(diagnosis())
     for line in (
         "| requested | 4.00 MiB (4,194,304 B) |",
         "| fragmentation | 25.0% |",
-        "| activation | 40.00 MiB | 66.7% |",
-        "| blocks.1 | activation | 7 | 30.00 MiB |",
+        "| activation | 40.00 MiB (41,943,040 B) | 66.7% |",
+        "| blocks.1 | activation | 7 | 30.00 MiB (31,457,280 B) |",
         "| `with xmem.autocast(): loss = ...` | halves | 10.00 MiB | yes |",
         "| `xmem.apply_checkpointing(...)` | asks | ? | ? |",
         "| threads | 2 |",

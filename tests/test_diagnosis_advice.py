@@ -44,6 +44,17 @@ def test_savings_are_those_of_the_bytes_that_were_there():
     }
 
 
+@pytest.mark.parametrize(("running", "saved"), [(None, 400), (0, 800), (200, 600), (400, 400)])
+def test_the_block_that_runs_is_what_checkpointing_does_not_save(running, saved):
+    assert savings(running_bytes=running)["checkpoint"] == saved
+
+
+def test_what_saves_little_is_named_only_where_it_is_enough():
+    few = {"activation": 1000, "optimizer": 10}
+    assert savings(by_category=few, missing_bytes=7)["quantize_optimizer"] == 7
+    assert "quantize_optimizer" not in savings(by_category=few, missing_bytes=8)
+
+
 def test_the_largest_saving_comes_first_and_a_higher_limit_last():
     found = advise(evidence(), 2760)
     sizes = [a.expected_bytes for a in found]

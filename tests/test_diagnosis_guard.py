@@ -5,6 +5,7 @@ import sys
 import warnings
 import weakref
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from fakes.memory import FakeError, FakeMemory, FakeOutOfMemoryError, fake_backend
@@ -296,6 +297,72 @@ def test_a_report_that_cannot_be_written_warns_and_the_error_comes(memory, tmp_p
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # even then
         failed(memory, blocked)
+
+
+@pytest.mark.parametrize("failure", [OSError("odd"), ValueError("odd"), MemoryError("odd")])
+def test_whatever_a_report_fails_by_warns_and_the_error_comes(
+    memory, tmp_path, monkeypatch, failure
+):
+    def fail(diagnosis):
+        raise failure
+
+    monkeypatch.setattr("xmem.out_of_memory.markdown", fail)
+    with pytest.warns(xmem.XmemWarning, match="odd"):
+        error = failed(memory, tmp_path)
+    assert error.diagnosis is not None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_path_that_no_file_can_have_warns_and_the_error_comes(memory):
+    with pytest.warns(xmem.XmemWarning, match="no report .* ValueError: .*null byte"):
+        assert failed(memory, Path("a\0b")).diagnosis is not None
+
+
+def test_memory_of_python_is_not_explained_by_what_the_pool_refused_before(memory):
+    def step():
+        with pytest.raises(FakeError):
+            memory.allocate(5000)
+        raise MemoryError("Unable to allocate 4.00 PiB")
+
+    with pytest.raises(FakeOutOfMemoryError) as caught, guard(memory):
+        step()
+    assert caught.value.diagnosis.requested_bytes is None
+    assert caught.value.diagnosis.message == "Unable to allocate 4.00 PiB"
+
+
+def test_of_a_deep_stack_both_ends_are_told(memory):
+    def deep(calls):
+        if calls:
+            deep(calls - 1)
+        else:
+            failing_step(memory)
+
+    with pytest.raises(FakeOutOfMemoryError), guard(memory) as g:
+        deep(100)
+    stack = g.diagnosis.stack
+    assert stack[0].endswith("in test_of_a_deep_stack_both_ends_are_told")
+    assert stack[-1].endswith("in allocate")
+    assert "... 74 more" in stack
+    assert len(stack) == 31
+
+
+def test_colours_are_not_part_of_what_the_framework_said(memory):
+    with pytest.raises(FakeOutOfMemoryError), guard(memory) as g:
+        raise FakeError("\x1b[38;5;1mno bytes\x1b[m")
+    assert g.diagnosis.message == "no bytes"
+
+
+@pytest.mark.parametrize("kind", [list, tuple, lambda pair: dict(enumerate(pair))])
+def test_of_several_optimizers_all_gradients_are_dropped(memory, kind):
+    with pytest.raises(FakeOutOfMemoryError), guard(memory, optimizer=kind([Big(), Big()])):
+        failing_step(memory, phase="backward")
+    assert memory.done.count("gradients dropped") == 2
+
+
+@pytest.mark.parametrize("optimizer", [3, [object()], "adam"])
+def test_what_is_no_optimizer_is_refused_before_the_block(optimizer):
+    with pytest.raises(xmem.UsageError, match="has no param_groups; pass an optimizer"):
+        xmem.oom_guard(optimizer=optimizer)
 
 
 def test_observers_are_told_and_cannot_hide_the_error(memory):

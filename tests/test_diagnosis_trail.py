@@ -1,13 +1,15 @@
 """Where a step was, from two lists of notes; and forwards that make them."""
 
 import copy
+import itertools
 import pickle
 import random
+from types import SimpleNamespace
 
 import pytest
 
 from xmem.casting import Casting, in_force
-from xmem.following import Followed, following
+from xmem.following import Followed, following, replacing
 from xmem.pooling import Block, Refusal
 from xmem.trail import Place, Trail, TrailOwners
 
@@ -215,3 +217,44 @@ def test_a_copy_of_a_followed_module_runs_its_own_forward():
         one(lambda module, when, seen=seen: seen.append(module))
         assert seen == [one, one]
     assert trail.numbers == []
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_blocks_that_end_in_any_order_leave_the_function_that_was_there(order):
+    def own(calls):
+        calls.append("own")
+
+    owner, blocks = SimpleNamespace(function=own), []
+    for number in range(3):
+
+        def around(below, number=number):
+            return lambda calls: (calls.append(number), below(calls))
+
+        blocks.append(replacing(owner, "function", around))
+        blocks[-1].__enter__()
+    is_open = [2, 1, 0]
+    for ended in order:
+        calls = []
+        owner.function(calls)
+        assert calls == [*is_open, "own"]
+        blocks[ended].__exit__(None, None, None)
+        is_open.remove(ended)
+    assert owner.function is own
+
+
+def test_what_somebody_else_has_put_over_a_function_stays():
+    owner, calls = SimpleNamespace(function=calls_of("own")), []
+    with replacing(owner, "function", lambda below: calls_of("block", below)):
+        owner.function = theirs = calls_of("theirs", owner.function)
+    owner.function(calls)
+    assert owner.function is theirs
+    assert calls == ["theirs", "own"]
+
+
+def calls_of(name, below=None):
+    def run(calls):
+        calls.append(name)
+        if below is not None:
+            below(calls)
+
+    return run

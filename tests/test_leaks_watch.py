@@ -1,5 +1,6 @@
 """The watch itself, with a framework made of plain objects."""
 
+import sys
 import weakref
 from collections import Counter
 from types import SimpleNamespace
@@ -191,6 +192,198 @@ def test_a_step_outside_of_the_block_is_refused(pool):
     watch = leaks.watch_leaks()
     with pytest.raises(xmem.MeasurementError, match="with"):
         watch.step()
+
+
+@pytest.mark.parametrize("length", [12, 13, 14, 18])
+def test_a_list_that_each_epoch_begins_anew_is_no_leak(pool, length):
+    with leaks.watch_leaks(on_leak="raise") as watch:
+        for _ in range(10):
+            losses = []
+            leak(pool, watch, length, losses)
+    assert watch.findings == []
+
+
+def test_what_the_program_drops_is_not_held_by_an_open_case(pool):
+    alive = []
+    with leaks.watch_leaks(on_leak=lambda _: None) as watch:
+        kept = []
+        for step in range(1, 60):
+            kept.append(Thing(pool))
+            if step == 18:
+                assert watch._case is None
+            watch.step()
+            if step == 18:
+                assert watch._case is not None
+                kept = []
+            alive.append(len(pool.alive))
+    assert alive[18:20] == [1, 2]
+    assert watch.findings == [] or watch.findings[0].found_at_step > 30
+
+
+class Config(dict):
+    """As argparse-like packages have it: any name is a key."""
+
+    __getattr__ = dict.__getitem__
+
+
+class Refusing:
+    """Answers no question but for its one attribute."""
+
+    __slots__ = ("kept",)
+
+    def __init__(self, kept):
+        self.kept = kept
+
+    def __getattr__(self, name):
+        raise RuntimeError(name)
+
+
+class WithProperty:
+    """Has a bound that cannot be told."""
+
+    def __init__(self):
+        self.kept = []
+
+    @property
+    def maxlen(self):
+        raise OSError
+
+
+@pytest.mark.parametrize("kind", [Config, Refusing, WithProperty], ids=lambda kind: kind.__name__)
+def test_objects_that_answer_badly_are_named_nevertheless(pool, kind):
+    found = []
+    kept = kind() if kind is not Refusing else kind([])
+    with leaks.watch_leaks(on_leak=found.append) as watch:
+        for step in range(25):
+            if kind is Config:
+                kept[step] = Thing(pool)
+            else:
+                kept.kept.append(Thing(pool))
+            watch.step()
+    [only] = found
+    assert "kept" in only.owner
+    assert only.made_at is not None
+
+
+@pytest.mark.parametrize("broken", ["stats", "live_tensors", "tensor_bytes", "identity_of"])
+def test_a_watch_that_fails_says_so_once_and_training_goes_on(pool, monkeypatch, broken):
+    def fail(*_):
+        raise KeyError("broken here")
+
+    kept = []
+    watch = leaks.watch_leaks()
+    monkeypatch.setattr(pool, broken, fail)
+    with pytest.warns(xmem.XmemWarning, match="broken here") as said, watch:
+        leak(pool, watch, 40, kept)
+    assert len(said) == 1
+    assert said[0].filename == __file__
+    assert watch.steps == 40
+    assert [note.kind for note in watch.notes] == ["stopped"]
+    assert pool.step_ended is None
+    assert sys.gettrace() is None
+
+
+def test_a_failure_while_lines_are_traced_does_not_reach_the_code(pool):
+    class Growing(list):
+        def __len__(self):
+            if sys.gettrace() is not None:
+                raise OSError
+            return super().__len__()
+
+    kept = Growing()
+    with pytest.warns(xmem.XmemWarning), leaks.watch_leaks() as watch:
+        leak(pool, watch, 40, kept)
+    assert len(kept) == 40
+    assert sys.gettrace() is None
+
+
+def test_an_error_of_what_on_leak_calls_comes_through(pool):
+    def stop(found):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), leaks.watch_leaks(on_leak=stop) as watch:
+        leak(pool, watch, 40, [])
+    assert len(watch.findings) == 1
+    assert pool.step_ended is None
+
+
+def test_variables_that_a_function_has_noted_stay_noted(pool):
+    def train(rate, width):
+        settings = locals()
+        kept = []
+        with leaks.watch_leaks(on_leak=lambda _: None) as watch:
+            leak(pool, watch, 30, kept)
+        assert len(watch.findings) == 1
+        return settings
+
+    settings = train(0.5, 3)
+    assert (settings["rate"], settings["width"]) == (0.5, 3)
+
+
+def test_a_debugger_that_begins_while_lines_are_traced_goes_on(pool):
+    def mine(frame, event, argument):
+        return None
+
+    kept = []
+    before = sys.gettrace()
+    try:
+        with leaks.watch_leaks(on_leak=lambda _: None) as watch:
+            for _ in range(30):
+                kept.append(Thing(pool))
+                if watch._lines is not None and sys.gettrace() is not None:
+                    sys.settrace(mine)
+                watch.step()
+        assert sys.gettrace() is mine
+    finally:
+        sys.settrace(before)
+
+
+def test_an_error_in_the_traced_step_ends_tracing(pool):
+    kept = []
+
+    def train(watch):
+        while True:
+            kept.append(Thing(pool))
+            assert sys.gettrace() is None, "traced"
+            watch.step()
+
+    with pytest.raises(AssertionError, match="traced"), leaks.watch_leaks() as watch:
+        train(watch)
+    assert sys.gettrace() is None
+    assert sys._getframe().f_trace is None
+
+
+def test_kept_exceptions_are_named_with_the_variable_that_they_hold(pool):
+    def fail():
+        value = Thing(pool)
+        raise ValueError(id(value))
+
+    errors, found = [], []
+    with leaks.watch_leaks(on_leak=found.append) as watch:
+        for _ in range(25):
+            try:
+                fail()
+            except ValueError as error:
+                errors.append(error)
+            watch.step()
+    [only] = found
+    assert "list `errors`" in only.owner
+    assert "f_locals['value']" in only.owner
+    assert only.made_at is not None
+
+
+def test_one_watch_inside_another_finds_the_same(pool):
+    outer, inner, kept = [], [], []
+    with (
+        leaks.watch_leaks(on_leak=outer.append) as first,
+        leaks.watch_leaks(on_leak=inner.append) as second,
+    ):
+        for _ in range(25):
+            kept.append(Thing(pool))
+            first.step()
+            second.step()
+    assert [leak.owner for leak in outer] == [leak.owner for leak in inner]
+    assert len(outer) == 1
 
 
 def stats(allocated_bytes, reserved_bytes, largest_free_bytes):

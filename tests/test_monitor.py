@@ -251,6 +251,69 @@ def test_without_a_backend_it_says_what_to_call(monkeypatch, tmp_path):
         Monitor(tmp_path / "run.jsonl")
 
 
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [("a\udcffb", "a\\udcffb"), (10**5000, None), (-(10**5000), None), (10**400, 10**400)],
+    ids=["surrogate", "huge", "negative", "large"],
+)
+def test_a_value_that_json_cannot_hold_ends_no_training(backend, tmp_path, value, expected):
+    path = tmp_path / "run.jsonl"
+    with Monitor(path) as monitor:
+        monitor.step(before=1, **{"name\udcff": 2})
+        monitor.step(value=value, kept=3)
+        monitor.step(after=1)
+    log = read_log(path)
+    assert log.cut_lines == 0
+    first, second, third = log.runs[0].steps
+    assert first.values == {"before": 1, "name\\udcff": 2}
+    assert second.values == {"value": expected, "kept": 3}
+    assert third.values == {"after": 1}
+
+
+def test_any_name_can_be_attached(backend, tmp_path):
+    with Monitor(tmp_path / "run.jsonl") as monitor:
+        record = monitor.step(**{"self": 1, "step": 2, "values": 3, "a/b c": 4})
+    assert record.values == {"self": 1, "step": 2, "values": 3, "a/b c": 4}
+    assert record.step == 1
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there are no locks of files there")
+def test_a_second_monitor_on_one_file_is_told_and_a_later_one_is_not(backend, tmp_path):
+    path = tmp_path / "run.jsonl"
+    with Monitor(path), pytest.warns(XmemWarning, match="already") as said:
+        Monitor(path).close()
+    assert said[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Monitor(path).close()
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names")
+def test_a_pipe_is_written_and_never_read(backend, tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        with Monitor(pipe, resume=True) as monitor:
+            monitor.step()
+        kinds = [json.loads(line)["kind"] for line in os.read(reader, 1 << 16).splitlines()]
+    finally:
+        os.close(reader)
+    assert kinds == ["run", "step", "end"]
+
+
+def test_a_run_that_could_not_begin_leaves_the_file_as_it_was(backend, tmp_path, monkeypatch):
+    path = tmp_path / "run.jsonl"
+    write = os.write
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", lambda file, data: write(file, data[:20]))
+        with pytest.raises(ReportError, match="room"):
+            Monitor(path)
+    assert path.read_bytes() == b""
+    Monitor(path, resume=True).close()
+    assert len(read_log(path).runs) == 1
+
+
 def test_after_a_full_disk_training_goes_on_and_lines_come_back(backend, tmp_path):
     """A real limit of the system on the size of files cuts a line in the middle."""
     path = tmp_path / "run.jsonl"

@@ -26,6 +26,7 @@ class FakePool:
     state: PoolStats = EMPTY
     settings: dict = field(default_factory=lambda: dict(SETTINGS))
     elsewhere: dict = field(default_factory=lambda: dict(ELSEWHERE))
+    gaps: dict = field(default_factory=dict)
 
     def in_force(self):
         return {"on_oom": "raise", "told": tuple(self.told)}
@@ -85,6 +86,15 @@ def test_wrong_values_are_refused_before_anything_changes(fake, values, error, w
     with pytest.raises(error, match=words):
         xmem.pool.configure(**values)
     assert fake.told == []
+
+
+def test_a_limit_that_cannot_be_had_changes_nothing_else(fake):
+    fake.gaps["limit"] = "nothing here can refuse"
+    with pytest.raises(CapabilityError, match=r"limit='1GiB'.*nothing here can refuse"):
+        xmem.pool.configure(limit="1GiB", segment_size=1)
+    assert fake.told == []
+    xmem.pool.configure(limit=None, segment_size=1)
+    assert fake.told == [({"segment_size": 1}, None), None]
 
 
 def test_fragmentation_is_the_share_that_nobody_asked_for():

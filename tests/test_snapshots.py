@@ -3,9 +3,11 @@
 import json
 import pickle
 import pickletools
+import re
 import time
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import jsonschema
 import pytest
@@ -178,6 +180,25 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch)
         snapshots.write(busy_pool(blocks=3), path)
     assert path.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == ["pool.json"]
+
+
+def test_a_file_that_cannot_be_read_is_an_error_by_name(tmp_path):
+    for path in (tmp_path / "none.json", tmp_path):
+        with pytest.raises(ReportError, match=re.escape(str(path))):
+            snapshots.read_snapshot(path)
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left"), OSError("framework says no")])
+def test_a_framework_that_cannot_write_is_an_error_by_name_and_leaves_the_old(tmp_path, error):
+    def dump(path):
+        path.write_bytes(b"half")
+        raise error
+
+    path = tmp_path / "pool.pickle"
+    path.write_bytes(b"old")
+    with pytest.raises(ReportError, match=r"pool\.pickle: (No space left|framework says no)"):
+        snapshots.write(SimpleNamespace(dump=dump), path)
+    assert [each.read_bytes() for each in tmp_path.iterdir()] == [b"old"]
 
 
 def test_what_a_pool_cannot_tell_is_said_in_the_file(tmp_path):

@@ -23,6 +23,9 @@ COMPRESSED_SHARE = 0.75
 PACKED_STATE_SHARE = 0.73
 """What 8 bits save of an optimizer's float32 states, one float32 a block included."""
 
+LEAST_SHARE = 0.01
+"""Of what is live: what saves less, and is not enough, is not worth a line."""
+
 
 @dataclass(frozen=True)
 class Evidence:
@@ -35,6 +38,8 @@ class Evidence:
         by_category: live bytes by category.
         blocks: of each block of the model: the activations made in it, and of these the last one,
             which the next block reads.
+        running_bytes: inside the block that made the request, of its activations; None: it was made
+            in none of them.
         large_activation_bytes: activations large enough to be compressed.
         largest_gradient_bytes: the largest single gradient.
         free_bytes: held by the pool for nobody, or None.
@@ -47,6 +52,7 @@ class Evidence:
     missing_bytes: int
     by_category: Mapping[str, int]
     blocks: Sequence[tuple[int, int]] = ()
+    running_bytes: int | None = None
     large_activation_bytes: int = 0
     largest_gradient_bytes: int = 0
     free_bytes: int | None = None
@@ -77,7 +83,8 @@ def _saving(
     evidence: Evidence, technique: str, call: str, why: str, expected: float
 ) -> Iterator[Advice]:
     size = floor(expected)
-    if size > 0:
+    is_little = size < LEAST_SHARE * sum(evidence.by_category.values())
+    if size > 0 and not (is_little and size < evidence.missing_bytes):
         yield Advice(
             technique=technique,
             call=call,
@@ -88,7 +95,7 @@ def _saving(
 
 
 def _recompute(evidence: Evidence) -> Iterator[Advice]:
-    """Keep what enters each block; the largest inside exists once, while it is computed again."""
+    """Keep what enters each block; one inside exists: of the block that runs, or is run again."""
     if "plan" in evidence.in_force or not evidence.of("activation"):
         return
     if not evidence.blocks:
@@ -99,12 +106,13 @@ def _recompute(evidence: Evidence) -> Iterator[Advice]:
         )
         return
     inside = [made - handed_on for made, handed_on in evidence.blocks]
+    kept = max(inside) if evidence.running_bytes is None else evidence.running_bytes
     yield from _saving(
         evidence,
         "checkpoint",
         "xmem.apply_checkpointing(model, 'every')",
         f"keeps what enters {len(inside)} blocks, computes their inside again",
-        sum(inside) - max(inside),
+        sum(inside) - kept,
     )
 
 

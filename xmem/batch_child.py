@@ -16,7 +16,7 @@ import sys
 import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -36,12 +36,14 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True):
         device: the one in use, "cpu" or "cuda".
         sys_path: where modules are found.
         payload: the file with the pickled `make_step`.
+        pool: the pool's settings in force, to be put in force there.
     """
 
     backend: str
     device: str
     sys_path: tuple[str, ...]
     payload: str
+    pool: dict[str, Any]
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
@@ -101,10 +103,11 @@ def main(arguments: list[str]) -> None:
         import xmem
 
         backend = xmem.use(begin.backend, device=begin.device)
+        _shape_pool(backend, begin.pool)
         where = "load"
         make_step: MakeStep = pickle.loads(Path(begin.payload).read_bytes())
         ready = Ready(settings=backend.measure.settings(), free_bytes=free_bytes(backend))
-    except Exception as error:  # noqa: BLE001  raised again on the other side
+    except BaseException as error:  # noqa: BLE001  raised again on the other side
         send(connection, _failure(where, error))
         return
     send(connection, ready)
@@ -121,11 +124,22 @@ def _answer(
 
     try:
         return attempt(backend, make_step, asked, on_step)
-    except Exception as error:  # noqa: BLE001  raised again on the other side
+    except BaseException as error:  # noqa: BLE001  raised there; SystemExit is no lack of memory
         return _failure("step", error)
 
 
-def _failure(where: str, error: Exception) -> Failure:
+def _shape_pool(backend: Backend, wanted: dict[str, Any]) -> None:
+    """Put in force what differs; a setting that comes too late here is refused with its reason."""
+    if not wanted:
+        return
+    now = backend.pool.in_force()
+    changed = {name: value for name, value in wanted.items() if now.get(name) != value}
+    on_oom = changed.pop("on_oom", None)
+    if changed or on_oom is not None:
+        backend.pool.configure(changed, on_oom)
+
+
+def _failure(where: str, error: BaseException) -> Failure:
     text = "".join(traceback.format_exception(error))
     try:
         packed = base64.b64encode(pickle.dumps(error.with_traceback(None))).decode()

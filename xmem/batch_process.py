@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from xmem.batch_child import Begin, Begun, Failure, Message, Ready
-from xmem.batch_trials import Asked, MakeStep, Outcome
+from xmem.batch_trials import Asked, MakeStep, Outcome, name_size
 from xmem.children import deaths_survived, end
 from xmem.errors import MeasurementError, UsageError, XmemWarning
 
@@ -29,6 +29,14 @@ if TYPE_CHECKING:
 
 _LOG_LINES = 8
 _GONE_SECONDS = 5.0
+_LOOK_SECONDS = 1.0
+"""So often it is seen to that the process lives: one that it forked may hold the socket open."""
+
+HANG_SECONDS = 600.0
+"""A process from which nothing is heard for so long hangs, or for `_PATIENCE` times as long as it
+has taken so far."""
+
+_PATIENCE = 20
 
 
 class ChildTrials:
@@ -57,6 +65,7 @@ class ChildTrials:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._ready: Ready | None = None
+        self._slowest_seconds = 0.0  # from one message to the next
 
     def free_bytes(self) -> int | None:
         """Ask the driver, in that process."""
@@ -74,7 +83,7 @@ class ChildTrials:
         self._send(msgspec.structs.replace(asked, seconds=left))
         steps = 0
         while True:
-            message = self._receive(deadline)
+            message = self._heard(deadline)
             if isinstance(message, Begun):
                 steps = message.step
             elif isinstance(message, Outcome):
@@ -84,7 +93,7 @@ class ChildTrials:
             elif isinstance(message, Failure):
                 raise self._error(message, asked.size)
             else:
-                reason = "" if message is None else self._death()
+                reason = "" if message is None else str(message) or self._death()
                 self._end()
                 ended = "late" if message is None else "died"
                 return _ended(ended, steps, time.monotonic() - begun, reason)
@@ -119,6 +128,7 @@ class ChildTrials:
                 device=self._backend.device,
                 sys_path=tuple(sys.path),
                 payload=str(self._payload),
+                pool=self._backend.pool.in_force() if self._backend.offers("pool") else {},
             )
         )
         message = self._receive(deadline)
@@ -168,16 +178,31 @@ class ChildTrials:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._connection.send_bytes(msgspec.json.encode(message))
 
+    def _heard(self, deadline: float | None) -> Message | EOFError | None:
+        """Return the next message of a try; EOFError also where the process hangs, with text."""
+        begun = time.monotonic()
+        patience = max(HANG_SECONDS, _PATIENCE * self._slowest_seconds)
+        hangs_at = begun + patience
+        message = self._receive(hangs_at if deadline is None else min(deadline, hangs_at))
+        if message is None and (deadline is None or hangs_at < deadline):
+            return EOFError(f"it hung: nothing was heard for {patience:.0f} s")
+        if isinstance(message, (Begun, Outcome)):
+            self._slowest_seconds = max(self._slowest_seconds, time.monotonic() - begun)
+        return message
+
     def _receive(self, deadline: float | None) -> Message | EOFError | None:
         """Return the next message; EOFError if the process is gone, None when time is up."""
         assert self._connection is not None
-        left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+        assert self._process is not None
         try:
-            if not self._connection.poll(left):
-                return None
+            while not self._connection.poll(_slice(deadline)):
+                if deadline is not None and time.monotonic() >= deadline:
+                    return None
+                if self._process.poll() is not None and not self._connection.poll():
+                    return EOFError()
             found: Message = msgspec.json.decode(self._connection.recv_bytes(), type=Message)
-        except (EOFError, ConnectionResetError) as error:
-            return EOFError(str(error))
+        except (EOFError, ConnectionResetError):
+            return EOFError()
         return found
 
     def _death(self) -> str:
@@ -212,6 +237,8 @@ class ChildTrials:
                 f"{what} failed: {failure.text.strip().splitlines()[-1]}"
             )
         error.__cause__ = there
+        if size is not None:
+            name_size(error, size)
         return error
 
     def _end(self) -> None:
@@ -220,6 +247,12 @@ class ChildTrials:
         if self._process is not None:
             end(self._process)
         self._process = self._connection = None
+
+
+def _slice(deadline: float | None) -> float:
+    if deadline is None:
+        return _LOOK_SECONDS
+    return min(max(deadline - time.monotonic(), 0.0), _LOOK_SECONDS)
 
 
 class _There(Exception):  # noqa: N818  shown as the cause of an error, as it was printed there

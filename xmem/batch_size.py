@@ -13,123 +13,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from xmem.batch_records import BatchSize, LimitedBy, Try
 from xmem.batch_search import Search, Space
-from xmem.batch_trials import Asked, MakeStep, Outcome, OwnTrials, Trials
+from xmem.batch_trials import Asked, MakeStep, Outcome, OwnTrials, Trials, available_bytes
 from xmem.errors import CapabilityError, InfeasibleBudgetError, MeasurementError, UsageError
-from xmem.sizes import format_size, parse_size
+from xmem.sizes import parse_size
 
 if TYPE_CHECKING:
     from xmem.backend import Backend
 
 _log = logging.getLogger("xmem")
-
-LimitedBy = Literal["budget", "maximum", "time"]
-
-
-@dataclass(frozen=True)
-class Try:
-    """A batch size that was tried.
-
-    Attributes:
-        size: the batch size.
-        how: "verified": it was run under the limit; "refused": under the limit it ran out of
-            memory, or its process died; "measured": it was run without a limit; "stopped": time
-            was up.
-        fits: it was run to its end within the limit.
-        peak_bytes: the most that was allocated, where it ran to its end.
-        predicted_bytes: what was expected before, or None.
-        steps: the steps that were begun.
-        seconds: all of it took.
-        reason: why it did not run to its end, for people.
-    """
-
-    size: int
-    how: Literal["verified", "refused", "measured", "stopped"]
-    fits: bool
-    peak_bytes: int | None
-    predicted_bytes: int | None
-    steps: int
-    seconds: float
-    reason: str = ""
-
-    def __str__(self) -> str:
-        said = f"batch size {self.size} {'fits' if self.fits else 'does not fit'}"
-        if self.how == "stopped":
-            said = f"batch size {self.size} was not through when time was up"
-        if self.peak_bytes is not None:
-            said += f": peak {format_size(self.peak_bytes)}"
-        said += f" ({self.how}, {self.steps} steps, {self.seconds:.1f} s)"
-        return f"{said}: {self.reason}" if self.reason else said
-
-
-class BatchSize(int):
-    """A batch size that was run within the budget: an int that knows how it was found.
-
-    Attributes:
-        size: the number itself.
-        peak_bytes: the most that a step of this size allocated.
-        budget_bytes: the budget.
-        limit_bytes: what steps were held to: the budget without the margin.
-        tries: all that was run, in order.
-        full_steps: how many steps that were, of all sizes, those that failed included.
-        predicted: where the search first expected the largest size, or None if it never did.
-        limited_by: why it is not larger: "budget", "maximum" (the one given), or "time": the search
-            was ended, and a larger one may fit.
-    """
-
-    size: int
-    peak_bytes: int
-    budget_bytes: int
-    limit_bytes: int
-    tries: tuple[Try, ...]
-    full_steps: int
-    predicted: int | None
-    limited_by: LimitedBy
-
-    def __new__(
-        cls,
-        size: int,
-        *,
-        budget_bytes: int,
-        limit_bytes: int,
-        tries: tuple[Try, ...],
-        predicted: int | None,
-        limited_by: LimitedBy,
-    ) -> BatchSize:
-        """Take the number, and how it was found."""
-        made = super().__new__(cls, size)
-        peaks = [t.peak_bytes for t in tries if t.size == size and t.fits]
-        made.__dict__.update(
-            size=size,
-            peak_bytes=peaks[-1],
-            budget_bytes=budget_bytes,
-            limit_bytes=limit_bytes,
-            tries=tries,
-            full_steps=sum(t.steps for t in tries),
-            predicted=predicted,
-            limited_by=limited_by,
-        )
-        return made
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(f"a BatchSize is not changed ({name}={value!r})")
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        names = ("budget_bytes", "limit_bytes", "tries", "predicted", "limited_by")
-        return _rebuilt, (int(self), {name: getattr(self, name) for name in names})
-
-    def __repr__(self) -> str:
-        return (
-            f"BatchSize({int(self)}, peak {format_size(self.peak_bytes)} of"
-            f" {format_size(self.limit_bytes)}, limited by {self.limited_by}, {self.full_steps}"
-            f" steps in {len(self.tries)} tries)"
-        )
-
-    __str__ = int.__repr__
-
-
-def _rebuilt(size: int, fields: dict[str, Any]) -> BatchSize:
-    return BatchSize(size, **fields)
 
 
 def find_batch_size(
@@ -152,17 +45,22 @@ def find_batch_size(
     runs it until it leaves as many bytes as it found, so that optimizer states are there: two steps
     where they are made by the first one, one step where they exist.
 
-    The tries are run in a process of their own, which uses the same backend, device and number of
-    threads: a crash is a size that does not fit, and nothing of it stays here. `make_step` is sent
-    there by cloudpickle, so let it build model, optimizer and data itself. Started from a script,
-    that process does not run the script again.
+    The tries are run in a process of their own, which uses the same backend, device, number of
+    threads and settings of the pool: a crash is a size that does not fit, and nothing of it stays
+    here. So is a hang: 10 minutes, or 20 times the longest step so far if that is more, in which
+    no step begins or ends. `make_step` is sent there by cloudpickle, so let it build model,
+    optimizer and data itself. Started from a script, that process does not run the script again.
+
+    An error of `make_step` or the step that is not for want of memory ends the search. It is raised
+    as it is, with the size in its notes and in the log.
 
     Args:
         make_step: `make_step(batch_size)` returns a function that runs one training step of that
             size: forward, backward, update. It forgets gradients as the real loop does. What it
             returns is dropped after the step.
         budget: what allocated bytes may reach at most, all included: parameters, states,
-            activations, the batch; an int or text such as "8GiB". None on a GPU: what is free.
+            activations, the batch; an int or text such as "8GiB". None on a GPU: what is free, or
+            the limit in force. No more than that limit (`xmem.pool.limit`).
         minimum: the smallest size that is of use.
         maximum: no larger one is tried.
         margin: the share of the budget that is held back for what a step does not show
@@ -201,7 +99,8 @@ def find_batch_size(
         trials = OwnTrials(backend, make_step)
     try:
         if budget_bytes is None:
-            budget_bytes = trials.free_bytes()
+            found = (trials.free_bytes(), _limit_in_force(backend))
+            budget_bytes = min((n for n in found if n is not None), default=None)
         if budget_bytes is None:
             raise UsageError(
                 "the driver does not say how much of the GPU's memory is free; give budget="
@@ -214,6 +113,7 @@ def find_batch_size(
             for_inference=for_inference,
             steps=steps,
             deadline=None if time_limit is None else begun + time_limit,
+            available_bytes=available_bytes(backend),
             on_try=on_try,
         )
         return finder.find()
@@ -235,9 +135,9 @@ def _check(
     refuse_open_block("xmem.find_batch_size")
     if not callable(make_step):
         raise UsageError(f"make_step={make_step!r} is no function; give make_step(batch_size)")
-    if not 0 <= margin < 1:
+    if not (_is_number(margin) and 0 <= margin < 1):
         raise UsageError(f"margin={margin!r} is a share of the budget: 0 or more, less than 1")
-    if time_limit is not None and not time_limit > 0:
+    if time_limit is not None and not (_is_number(time_limit) and time_limit > 0):
         raise UsageError(f"time_limit={time_limit!r}: seconds, more than 0")
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise UsageError(f"steps={steps!r}: an int of at least 1 is needed")
@@ -251,6 +151,13 @@ def _check(
         found = parse_size(budget)
         if found < 1:
             raise UsageError(f"budget={budget!r}: no step fits into that")
+        held = _limit_in_force(backend)
+        if held is not None and held < found:
+            raise UsageError(
+                f"budget={budget!r} is more than the limit in force, {held} bytes, under which a"
+                " size found would not train. Give budget=xmem.pool.limit, or lift the limit:"
+                " xmem.pool.configure(limit=None)."
+            )
         return found
     if backend.device == "cpu":
         raise UsageError(
@@ -260,9 +167,22 @@ def _check(
     return None
 
 
+def _limit_in_force(backend: Backend) -> int | None:
+    return backend.pool.stats().limit_bytes if backend.offers("pool") else None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 @dataclass
 class Finder:
-    """A search that is under way; see `find_batch_size` for what the fields mean."""
+    """A search that is under way; see `find_batch_size` for what the fields mean.
+
+    Attributes:
+        available_bytes: what the machine has for tensors, or None where the framework itself is
+            refused more than there is.
+    """
 
     trials: Trials
     space: Space
@@ -271,6 +191,7 @@ class Finder:
     for_inference: bool = False
     steps: int = 1
     deadline: float | None = None
+    available_bytes: int | None = None
     on_try: Callable[[Try], None] | None = None
     clock: Callable[[], float] = time.monotonic
 
@@ -337,7 +258,8 @@ class Finder:
                 + ". Give more time_limit=."
             )
         first = tries[0]
-        outcome = self._attempt(self.space.minimum, None)
+        # What the machine has is the last limit: beyond it the system ends this very process.
+        outcome = self._attempt(self.space.minimum, self.available_bytes)
         if outcome.ended == "died":
             return MeasurementError(
                 f"the step crashes at the minimum, batch size {first.size}, without a limit too:"

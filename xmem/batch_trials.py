@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import logging
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
@@ -15,6 +17,8 @@ from xmem.errors import OutOfMemoryError
 
 if TYPE_CHECKING:
     from xmem.backend import Backend
+
+_log = logging.getLogger("xmem")
 
 MakeStep = Callable[[int], Callable[[], Any]]
 
@@ -93,7 +97,11 @@ class OwnTrials:
 
     def attempt(self, asked: Asked) -> Outcome:
         """Run it here."""
-        return attempt(self._backend, self._make_step, asked)
+        try:
+            return attempt(self._backend, self._make_step, asked)
+        except Exception as error:
+            name_size(error, asked.size)
+            raise
 
     def close(self) -> None:
         """Nothing was started."""
@@ -213,12 +221,34 @@ def _settle(backend: Backend, *, failed: bool = False) -> None:
 
 
 def _ran_out(backend: Backend, error: BaseException, refused_before: int | None) -> bool:
+    """Say whether memory ran out, in this error or one that led to it.
+
+    That a request was refused is not enough: the step may have lived with that, and failed later.
+    """
+    chain = _chain(error)
+    if any(isinstance(e, (MemoryError, OutOfMemoryError)) for e in chain):
+        return True
+    if backend.offers("pool"):
+        return any(map(backend.pool.is_out_of_memory, chain))
     refused = backend.measure.counters().out_of_memory_count
-    if refused is not None and refused_before is not None and refused > refused_before:
-        return True
-    if isinstance(error, (MemoryError, OutOfMemoryError)):
-        return True
-    return backend.offers("pool") and backend.pool.is_out_of_memory(error)
+    rose = refused is not None and refused_before is not None and refused > refused_before
+    return rose and any(isinstance(e, RuntimeError) for e in chain)
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    found: list[BaseException] = []
+    following: BaseException | None = error
+    while following is not None and following not in found:
+        found.append(following)
+        following = following.__cause__ or following.__context__
+    return found
+
+
+def name_size(error: Exception, size: int) -> None:
+    """Note at which size a step failed; notes are shown from Python 3.11 on, the log always."""
+    said = f"xmem.find_batch_size was trying batch size {size}"
+    error.__dict__["__notes__"] = [*getattr(error, "__notes__", ()), said]
+    _log.error("find_batch_size: batch size %d failed: %s: %s", size, type(error).__name__, error)
 
 
 def _reason(backend: Backend, error: BaseException) -> str:
@@ -230,6 +260,18 @@ def _reason(backend: Backend, error: BaseException) -> str:
         )
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[-1] if lines else ''}"
+
+
+def available_bytes(backend: Backend) -> int | None:
+    """Return what tensors on a CPU could take before the system ends processes, or None."""
+    if backend.device != "cpu":
+        return None
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    return found[0] + backend.measure.counters().allocated_bytes if found else None
 
 
 def free_bytes(backend: Backend) -> int | None:

@@ -43,7 +43,13 @@ def headline(diagnosis: Diagnosis) -> str:
     """Return the first line."""
     # Other libraries look for " out of memory." in the text of an error.
     parts = [f"{diagnosis.device.upper()} out of memory."]
-    parts.append(f"{format_size(diagnosis.requested_bytes)} were requested in {_where(diagnosis)};")
+    where = _where(diagnosis)
+    if diagnosis.requested_bytes is None:
+        parts.append(f"A request in {where} was refused; how much it asked for is not known.")
+        if diagnosis.allocated_bytes is not None:
+            parts.append(f"{format_size(diagnosis.allocated_bytes)} are allocated.")
+        return " ".join(parts)
+    parts.append(f"{format_size(diagnosis.requested_bytes)} were requested in {where};")
     parts.append(f"{format_size(diagnosis.allocated_bytes)} are allocated")
     if diagnosis.limit_bytes is None:
         parts.append("and the system has no more.")
@@ -60,7 +66,9 @@ def _where(diagnosis: Diagnosis) -> str:
 
 
 def _saving(advice: Advice) -> str:
-    return "?" if advice.expected_bytes is None else format_size(advice.expected_bytes)
+    if not advice.expected_bytes:
+        return "?" if advice.expected_bytes is None else "-"
+    return format_size(advice.expected_bytes)
 
 
 def markdown(diagnosis: Diagnosis) -> str:
@@ -72,11 +80,11 @@ def markdown(diagnosis: Diagnosis) -> str:
     ]
     if diagnosis.by_category is not None:
         rows = sorted(diagnosis.by_category.items(), key=lambda item: -item[1])
-        shown = [(name, format_size(size), _share(size, diagnosis)) for name, size in rows if size]
+        shown = [(name, _exact(size), _share(size, diagnosis)) for name, size in rows if size]
         parts.append(["## By category", "", *_table(("category", "size", "share"), shown)])
     if diagnosis.owners:
         owners = [
-            (o.name, o.category, str(o.block_count), format_size(o.size_bytes))
+            (o.name, o.category, str(o.block_count), _exact(o.size_bytes))
             for o in diagnosis.owners
         ]
         parts.append(
@@ -88,7 +96,8 @@ def markdown(diagnosis: Diagnosis) -> str:
             ["## What to try", "", *_table(("call", "what it does", "saves", "enough"), tried)]
         )
     if diagnosis.stack:
-        parts.append(["## Where", "", *(f"- `{line}`" for line in diagnosis.stack)])
+        inward = ["From the block inward:", "", *(f"- `{line}`" for line in diagnosis.stack)]
+        parts.append(["## Where", "", *inward])
     if diagnosis.message:
         said = [f"    {line}" for line in diagnosis.message.splitlines()]
         parts.append(["## What the framework said", "", *said])

@@ -119,6 +119,41 @@ def following(
                 _take_off(made, name)
 
 
+@contextmanager
+def replacing(
+    owner: Any, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Iterator[None]:
+    """Put a function over another inside the block.
+
+    Blocks may end in any order, as those of threads and generators do: what lies below another
+    block's passes on from its end, and goes when that ends.
+
+    Args:
+        owner: a module or class.
+        name: of the function in it.
+        around: makes what lies over the function that is there.
+    """
+    below = vars(owner)[name]
+
+    def door(*args: Any, **kwargs: Any) -> Any:
+        return made.inside(*args, **kwargs)
+
+    made: Any = door
+    made.below, made.inside = below, around(below)
+    setattr(owner, name, made)
+    try:
+        yield
+    finally:
+        made.inside = below
+        while _has_ended(top := vars(owner)[name]):
+            setattr(owner, name, top.below)
+
+
+def _has_ended(function: Any) -> bool:
+    below = getattr(function, "below", None)
+    return below is not None and getattr(function, "inside", None) is below
+
+
 def _take_off(made: Followed, name: str) -> None:
     """Leave what lies below, unless that has ended, too."""
     below: Any = made

@@ -2,11 +2,12 @@
 
 Only once a leak is known, and only lines outside of installed packages: after each line the holder
 is looked at, and the line that changed it is the one. Where a debugger or a coverage tool traces
-already, no line is known.
+already, no line is known. Nothing that goes wrong here reaches the traced code.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
 import sysconfig
 from collections.abc import Callable, Sequence
@@ -14,10 +15,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from xmem.leak_names import OPTIMIZED, Owner
+from xmem.leak_names import Owner, forget_variables
 
 _HERE = str(Path(__file__).parent)
 _INSTALLED = (sysconfig.get_paths()["stdlib"], "<frozen", "<string>")
+_PAUSES = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
 def is_of_user(frame: FrameType) -> bool:
@@ -29,6 +31,16 @@ def is_of_user(frame: FrameType) -> bool:
     return not path.startswith(_INSTALLED) and "site-packages" not in path
 
 
+def stack_level() -> int:
+    """Return the `stacklevel` by which the function that calls this one warns at a user's line."""
+    frame: FrameType | None = sys._getframe(1)
+    level = 1
+    while frame is not None and not is_of_user(frame):
+        frame = frame.f_back
+        level += 1
+    return level
+
+
 class LineFinder:
     """Finds the lines that change holders, between `start` and `stop`."""
 
@@ -37,6 +49,7 @@ class LineFinder:
         self._owners = [(n, owner) for n, owner in enumerate(owners) if owner is not None]
         self._fingerprint = fingerprint
         self._frames: list[FrameType] = []
+        self._paused: list[FrameType] = []  # generators that the step has entered
         self._last: dict[int, Any] = {}
         self._at: dict[int, int] = {}  # the line that each function is at
         self._found: dict[int, str] = {}
@@ -63,20 +76,20 @@ class LineFinder:
 
     def stop(self) -> dict[int, str]:
         """End tracing; returns "file:line" by the owner's number, where that was changed."""
-        if self._tracing:
+        try:
+            if self._tracing:
+                self._note_this_line()
+        finally:
             self._tracing = False
-            sys.settrace(None)
-            self._note_this_line()
+            if sys.gettrace() == self._on_call:  # a debugger may have begun meanwhile
+                sys.settrace(None)
             for frame in self._frames:
-                frame.f_trace = None
-                # Before Python 3.13 a traced frame keeps a copy of its variables: let them go.
-                held = frame.f_locals if frame.f_code.co_flags & OPTIMIZED else None
-                if type(held) is dict:
-                    held.clear()
-        self._frames.clear()
-        self._last.clear()
-        self._at.clear()
-        self._owners.clear()
+                if frame.f_trace == self._on_line:
+                    frame.f_trace = None
+            for frame in (*self._frames, *self._paused):
+                forget_variables(frame)
+            for each in (self._frames, self._paused, self._last, self._at, self._owners):
+                each.clear()
         return self._found
 
     def _note_this_line(self) -> None:
@@ -89,21 +102,34 @@ class LineFinder:
                 self._found[number] = f"{file}:{innermost.f_lineno}"
 
     def _on_call(self, frame: FrameType, event: str, argument: Any) -> Any:
-        return self._on_line if is_of_user(frame) else None
+        if not self._tracing:  # ended by another thread, which cannot end it here
+            sys.settrace(None)
+            return None
+        if not is_of_user(frame):
+            return None
+        if frame.f_code.co_flags & _PAUSES:
+            self._paused.append(frame)
+        return self._on_line
 
     def _on_line(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if not self._tracing or len(self._found) == len(self._owners):
+        if not self._tracing or len(self._found) >= len(self._owners):
             return None
-        for number, owner in self._owners:
-            if owner.count is None and owner.code not in (None, frame.f_code):
-                continue
-            if number not in self._found and self._look(owner, frame) != self._last[number]:
-                self._found[number] = self._line_before(frame, event)
+        try:
+            self._compare(frame, event)
+        except Exception:  # noqa: BLE001  it would end what is traced
+            self._owners.clear()
         if event == "return":
             self._at.pop(id(frame), None)
         else:
             self._at[id(frame)] = frame.f_lineno
         return self._on_line
+
+    def _compare(self, frame: FrameType, event: str) -> None:
+        for number, owner in self._owners:
+            if owner.count is None and owner.code not in (None, frame.f_code):
+                continue
+            if number not in self._found and self._look(owner, frame) != self._last[number]:
+                self._found[number] = self._line_before(frame, event)
 
     def _line_before(self, frame: FrameType, event: str) -> str:
         """Return the line that has just run: of this function, or the one that calls it."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import sys
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any
 
 _BOUNDS = ("maxlen", "maxsize", "max_size", "max_len", "max_length", "max_entries", "capacity")
@@ -65,6 +66,20 @@ def _module_of(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", ""))
 
 
+_NOBODY_ELSE = 3
+"""References to a frame's copy of its variables: the frame, a variable here, the argument."""
+
+
+def forget_variables(frame: FrameType) -> None:
+    """Empty the copy of its variables that a function's frame keeps once they were looked at.
+
+    Python 3.13 makes none. Where a person has it too (`settings = locals()`) it is theirs.
+    """
+    held = frame.f_locals if frame.f_code.co_flags & OPTIMIZED else None
+    if type(held) is dict and sys.getrefcount(held) <= _NOBODY_ELSE:
+        held.clear()
+
+
 def file_of(path: str | None) -> str:
     """Return a file's name without its folder."""
     return Path(path).name if path else "?"
@@ -76,10 +91,12 @@ class Frames:
     def __init__(self) -> None:
         self.names: dict[int, Name] = {}
         self.untracked: list[Any] = []
+        self.running: set[int] = set()
         running = list(sys._current_frames().values())
         while running:
             frame: FrameType | None = running.pop()
             while frame is not None:
+                self.running.add(id(frame))
                 if not _module_of(frame).startswith("xmem.leak"):
                     self._note(frame)
                 frame = frame.f_back
@@ -100,9 +117,8 @@ class Frames:
             self.names.setdefault(
                 id(value), Name(name, (), where, holder, code if in_function else None)
             )
-        if in_function and type(held) is dict:
-            # Before Python 3.13 this is a copy that the frame keeps, and with it what is in it.
-            held.clear()
+        del held
+        forget_variables(frame)
 
 
 def name_of(function: Any) -> str:
@@ -115,9 +131,21 @@ def of_object(attribute: str, path: tuple[str, ...], holder: Any) -> Name:
     return Name(attribute, path, f"attribute of {type(holder).__qualname__}", holder)
 
 
+def _attribute(holder: Any, name: str) -> Any:
+    """Return an attribute that an object has; None where it has not, or where asking fails.
+
+    A `__getattr__` of the object's is not asked: it may answer for any name, or raise anything.
+    """
+    try:
+        inspect.getattr_static(holder, name)
+        return getattr(holder, name)
+    except Exception:  # noqa: BLE001  a property of somebody's
+        return None
+
+
 def attribute_of(holder: Any, held: Any) -> str | None:
     """Return the attribute by which an object holds another."""
-    own = getattr(holder, "__dict__", None)
+    own = _attribute(holder, "__dict__")
     if isinstance(own, dict):
         for name, value in own.items():
             if value is held:
@@ -125,9 +153,15 @@ def attribute_of(holder: Any, held: Any) -> str | None:
     for kind in type(holder).__mro__:
         slots = vars(kind).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
-            if getattr(holder, name, None) is held:
+            if _attribute(holder, name) is held:
                 return str(name)
     return None
+
+
+def _variable_of(frame: FrameType, held: Any) -> str:
+    found = next((name for name, value in frame.f_locals.items() if value is held), None)
+    forget_variables(frame)
+    return ".f_locals" if found is None else f".f_locals[{found!r}]"
 
 
 def step_to(holder: Any, held: Any) -> str:
@@ -137,6 +171,14 @@ def step_to(holder: Any, held: Any) -> str:
         return f"[{key!r}]" if isinstance(key, (str, int)) and key != "..." else "[...]"
     if isinstance(holder, CONTAINERS):
         return "[...]"
+    if isinstance(holder, FrameType):
+        return _variable_of(holder, held)
+    if isinstance(holder, TracebackType):
+        return ".tb_next" if isinstance(held, TracebackType) else ".tb_frame"
+    if isinstance(holder, BaseException) and held is holder.__traceback__:
+        return ".__traceback__"
+    if type(held) is dict and held is _attribute(holder, "__dict__"):
+        return ".__dict__"
     attribute = attribute_of(holder, held)
     return "" if attribute is None else f".{attribute}"
 
@@ -150,7 +192,7 @@ def bound_of(*candidates: Any) -> int | None:
             maximum = each.cache_info().maxsize
             return maximum if isinstance(maximum, int) else None
         for name in _BOUNDS:
-            value = getattr(each, name, None)
+            value = _attribute(each, name)
             if isinstance(value, int) and not isinstance(value, bool):
                 return value
     return None

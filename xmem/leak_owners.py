@@ -27,8 +27,8 @@ from xmem.leak_names import (
     step_to,
 )
 
-_DEPTH = 6
-"""So many references away a name is looked for."""
+_DEPTH = 8
+"""So many references away a name is looked for: a kept exception has a traceback of some links."""
 _BREADTH = 200
 """So many objects are looked at, at one distance."""
 _GROUPS = 3
@@ -52,7 +52,8 @@ class Search:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for each in (self._known, self._mine, self._frames.names, self._frames.untracked):
+        frames = self._frames
+        for each in (self._known, self._mine, frames.names, frames.untracked, frames.running):
             each.clear()
 
     def _is_mine(self, *containers: Any) -> None:
@@ -78,7 +79,9 @@ class Search:
         seen: set[tuple[int, int]] = set()
         for holder in candidates:
             kind = type(holder)
-            if id(holder) in self._mine or kind is FrameType or _is_ours(kind):
+            if id(holder) in self._mine or _is_ours(kind):
+                continue
+            if kind is FrameType and id(holder) in self._frames.running:
                 continue
             for part in gc.get_referents(holder):
                 if id(part) in wanted:

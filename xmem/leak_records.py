@@ -14,7 +14,9 @@ LeakKind = Literal[
     "reference cycles",
     "unexplained",
 ]
-NoteKind = Literal["cache growth", "fragmentation", "bounded container", "counts", "lines"]
+NoteKind = Literal[
+    "cache growth", "fragmentation", "bounded container", "counts", "lines", "stopped"
+]
 
 _TEXTS: dict[LeakKind, tuple[str, str]] = {
     "retained graph": (
@@ -98,7 +100,7 @@ class Leak:
 
 @dataclass(frozen=True)
 class Note:
-    """What grows and is no leak.
+    """What grows and is no leak, or what the watch could not do.
 
     Attributes:
         kind: what it is.

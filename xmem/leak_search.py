@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 _SAMPLE = 24
 """So many of the kept tensors are asked for their holders."""
+_HELD_HERE_ONLY = 2
+"""References to an owner's holder that nobody else has: the owner's, and the argument."""
 
 
 @dataclass
@@ -39,6 +42,8 @@ class Suspect:
         root: the number of the operation behind it, for graphs.
         size: how many operations its graph had.
         text: in place of the owner's.
+        is_gone: nobody holds the holder any more.
+        entries: how many entries the holder had, or None where it is no container.
     """
 
     kind: LeakKind
@@ -47,6 +52,7 @@ class Suspect:
     root: int | None = None
     size: int = 0
     text: str = ""
+    is_gone: bool = False
     entries: int | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -54,9 +60,18 @@ class Suspect:
 
     def still_grows(self) -> bool:
         """Say whether a container has more entries than it had; of others this is not known."""
+        if self.is_gone:
+            return False
         if self.owner is None or self.entries is None:
             return True
         return len(self.owner.holder) > self.entries
+
+    def let_go(self) -> None:
+        """Forget a holder that is kept by this case alone, and with it what it holds."""
+        if self.owner is None or self.owner.holder is None:
+            return
+        if sys.getrefcount(self.owner.holder) <= _HELD_HERE_ONLY:
+            self.owner, self.is_gone = None, True
 
 
 class Case:
@@ -104,6 +119,11 @@ class Case:
             self._others = [s for s in self._others if s.kind != "unexplained"]
         self.suspects = held or self._graphs or self._others
 
+    def let_go(self) -> None:
+        """Forget what its program has dropped: a list of an epoch that is over, say."""
+        for suspect in (*self.suspects, *self._graphs, *self._others):
+            suspect.let_go()
+
     def confirmed(self, value: int, step: int) -> list[Suspect]:
         """Return the suspects that have grown since the case was opened.
 
@@ -111,8 +131,10 @@ class Case:
             value: of the figure, now.
             step: now.
         """
+        if step == self._step:  # the block has ended meanwhile
+            return []
         held = [s for s in self.suspects if s.entries is not None and s.still_grows()]
-        if held:
+        if held or all(s.is_gone for s in self.suspects):
             return held
         least = 0.5 * self.trend.per_step * (step - self._step)
         if self.trend.window == 1 and value - self.value < least:

@@ -4,6 +4,9 @@ Once per step the watch reads figures that the framework has anyway: allocated b
 tensors are alive, on a lazy framework how many variables and operations. Nothing is waited for, run
 or read, so a lazy program stays as lazy as it was. `xmem.slopes` says when one of them grows and
 goes on; only then tensors and their holders are looked at (some 0.1 s, a few times).
+
+The watch is there for the training: if it fails itself, it says so once, stops, and training goes
+on. Only what was asked for ends a step: `on_leak="raise"`, or an error of what `on_leak` calls.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from xmem import leak_marks
 from xmem.api import active
 from xmem.errors import LeakError, MeasurementError, UsageError, XmemWarning
 from xmem.leak_figures import BYTES, Figures
-from xmem.leak_lines import LineFinder
+from xmem.leak_lines import LineFinder, stack_level
 from xmem.leak_notes import pool_notes
 from xmem.leak_records import Leak, LeakKind, Note, NoteKind
 from xmem.leak_search import Case
@@ -122,6 +125,7 @@ class LeakWatch:
         self._stepping: int | None = None if optimizer is None else id(optimizer)
         self._first_stats: PoolStats | None = None
         self._patience = 0
+        self._has_failed = False
         self._begin()
 
     def _begin(self) -> None:
@@ -147,28 +151,32 @@ class LeakWatch:
         if self._end is not None:
             self._end()
             self._end = None
-        lines = self._stop_tracing()
         try:
-            if kind is None:
-                if self._case is not None:
-                    self._settle(self._case, lines)
-                self._end_well()
+            leaks = self._guarded(lambda: self._last_look(ended_well=kind is None))
+            if kind is None and self.steps == 0:
+                self._warn_of_no_step()
+            self._report(leaks)
         finally:
             self._begin()
             self._model = self._optimizer = None
 
-    def _end_well(self) -> None:
+    def _last_look(self, *, ended_well: bool) -> list[Leak]:
+        lines = self._stop_tracing()
+        if not ended_well:
+            return []
         if self._first_stats is not None:
             for note in pool_notes(self._first_stats, self._backend.pool.stats()):
                 self._note(note.kind, note.text)
-        if self.steps == 0:
-            warnings.warn(
-                "watch_leaks saw no training step: no optimizer"
-                + (" that it knows" if self._stepping is None else " that was given as optimizer=")
-                + " stepped. Call watch.step() at the end of each step",
-                XmemWarning,
-                stacklevel=3,
-            )
+        return [] if self._case is None else self._settle(self._case, lines)
+
+    def _warn_of_no_step(self) -> None:
+        warnings.warn(
+            "watch_leaks saw no training step: no optimizer"
+            + (" that it knows" if self._stepping is None else " that was given as optimizer=")
+            + " stepped. Call watch.step() at the end of each step",
+            XmemWarning,
+            stacklevel=stack_level(),
+        )
 
     def step(self) -> None:
         """Say that a training step has ended; then optimizers' steps no longer count as that."""
@@ -190,10 +198,29 @@ class LeakWatch:
         if self._end is None:
             raise MeasurementError("watch.step() outside of its `with` block watches nothing")
         self.steps += 1
+        self._report(self._guarded(self._look))
+
+    def _guarded(self, look: Callable[[], list[Leak]]) -> list[Leak]:
+        """Look, if nothing has failed so far; what fails is told once and does not come through."""
+        if self._has_failed:
+            return []
+        try:
+            return look()
+        except Exception as error:  # noqa: BLE001  whatever it is, training is worth more
+            self._has_failed = True
+            text = f"it failed with {type(error).__name__}: {error}. Training goes on, unwatched"
+        self._begin()
+        self._note("stopped", text)
+        warnings.warn(f"watch_leaks stopped: {text}", XmemWarning, stacklevel=stack_level())
+        return []
+
+    def _look(self) -> list[Leak]:
+        """Look at the step that has ended; returns the leaks that are sure."""
         lines = self._stop_tracing()
-        if self._case is not None and (lines or self.steps >= self._case.due):
-            self._settle(self._case, lines)
-            return
+        if self._case is not None:
+            self._case.let_go()
+            if lines or self.steps >= self._case.due:
+                return self._settle(self._case, lines)
         if self.steps == max(1, self._warm_up):
             # Looking at gradients makes Python objects of them, which stay; and what is garbage
             # already would fall later. Neither is a figure's growth.
@@ -203,6 +230,7 @@ class LeakWatch:
             self._sample()
         if self._case is not None and self._find_lines and self._lines is None:
             self._trace(self._case)
+        return []
 
     def _sample(self) -> None:
         pool = self._backend.pool
@@ -217,6 +245,9 @@ class LeakWatch:
         self._quiet = 0
         trends = self._figures.trends()
         window = min((trend.window for trend in trends.values()), default=1)
+        begin = max((t.since_step for t in trends.values() if t.window == window), default=0)
+        if self._marks and self._marks[0].step < begin:
+            self._marks.clear()  # what came between them has been given back since
         wait = _BETWEEN * window * self._every
         if not self._marks or (len(self._marks) == 1 and self.steps - self._marks[0].step >= wait):
             self._marks.append(leak_marks.mark(pool, self.steps))
@@ -259,8 +290,8 @@ class LeakWatch:
     def _stop_tracing(self) -> dict[int, str]:
         return {} if self._lines is None else self._lines.stop()
 
-    def _settle(self, case: Case, lines: dict[int, str]) -> None:
-        """Report what has shown itself once more."""
+    def _settle(self, case: Case, lines: dict[int, str]) -> list[Leak]:
+        """Return what has shown itself once more."""
         now = self._figures.read(case.figure)
         confirmed = case.confirmed(now, self.steps)
         made_at = {id(case.suspects[number]): line for number, line in lines.items()}
@@ -269,24 +300,23 @@ class LeakWatch:
             case.leak(each, self.steps, made_at.get(id(each)), alone=len(confirmed) == 1)
             for each in confirmed
         ]
-        leaks = [leak for leak in leaks if (leak.kind, leak.owner) not in known]
         self._rest()
-        self.findings.extend(leaks)
-        for leak in leaks:
-            self._report(leak)
+        return [leak for leak in leaks if (leak.kind, leak.owner) not in known]
 
     def _rest(self) -> None:
         """Look again later, and ever later where there is nothing new."""
         self._begin()
         self._patience = 2 * self._patience + WINDOWS
 
-    def _report(self, leak: Leak) -> None:
-        if self._on_leak == "raise":
-            raise LeakError(str(leak), leak=leak)
-        if self._on_leak == "warn":
-            warnings.warn(str(leak), XmemWarning, stacklevel=5)
-        elif callable(self._on_leak):
-            self._on_leak(leak)
+    def _report(self, leaks: list[Leak]) -> None:
+        self.findings.extend(leaks)
+        for leak in leaks:
+            if self._on_leak == "raise":
+                raise LeakError(str(leak), leak=leak)
+            if self._on_leak == "warn":
+                warnings.warn(str(leak), XmemWarning, stacklevel=stack_level())
+            elif callable(self._on_leak):
+                self._on_leak(leak)
 
     def _note(self, kind: NoteKind, text: str) -> None:
         note = Note(kind, text)

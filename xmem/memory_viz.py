@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xmem import snapshots
-from xmem.errors import MeasurementError
+from xmem.errors import MeasurementError, ReportError
 from xmem.pooling import Block, Point, Segment
 from xmem.report.model import write_whole
 
@@ -43,6 +43,11 @@ def write(capability: Pool, path: Path, *, names: Mapping[int, str] | None = Non
             if dump(unfinished):
                 unfinished.replace(path)
                 return
+        except OSError as error:
+            raise ReportError(
+                f"cannot write {path}: {error.strerror or error}. Make room, or name another"
+                " folder; what was written before is kept."
+            ) from error
         finally:
             unfinished.unlink(missing_ok=True)
     write_whole(pickle.dumps(as_viewed(capability, names=names), protocol=4), path)

@@ -95,7 +95,7 @@ class Monitor:
         _running.append(self)
         atexit.register(self.close)
 
-    def step(self, **values: Any) -> StepRecord | None:
+    def step(self, /, **values: Any) -> StepRecord | None:
         """Note that a step is over; call it once after each.
 
         Args:

@@ -7,6 +7,7 @@ full disk costs its line and nothing else.
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,8 @@ class StepRecord(
         fragmentation: the share of what is reserved that no tensor asked for.
         out_of_memory_count: requests refused since `xmem.use`.
         owned_bytes: what model and optimizer own, by category; on the lines 1, 2, 4, 8...
-        values: what was attached; null also where a number is not finite.
+        values: what was attached; null also where a number is not finite, or has thousands of
+            digits.
     """
 
     step: int
@@ -197,11 +199,16 @@ _TAIL_BYTES = 1 << 20
 def last_step(path: str | Path) -> int | None:
     """Return the number of the last step in a file that may be long; None where there is none.
 
+    A pipe or a device has none: it is for writing, and reading might never end.
+
     Raises:
         ReportError: it cannot be read.
         SchemaError: it is no monitor's file, or of another version.
     """
     try:
+        mode = Path(path).stat().st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+            return None
         with Path(path).open("rb") as file:
             first = file.readline(_TAIL_BYTES)
             size = file.seek(0, os.SEEK_END)

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
+import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 
-from xmem.errors import ReportError, UsageError
-from xmem.monitor_log import Record, StepRecord
+from xmem.errors import ReportError, UsageError, XmemWarning
+from xmem.monitor_log import Record, StepRecord, Value
+
+if sys.platform != "win32":
+    import fcntl
 
 _FIGURES = (
     "allocated_bytes",
@@ -40,7 +46,15 @@ def scalars(record: StepRecord) -> dict[str, float]:
     found = {f"memory/{name}": getattr(record, name) for name in _FIGURES}
     found |= {f"owned/{name}": size for name, size in (record.owned_bytes or {}).items()}
     found |= record.values
-    return {n: float(v) for n, v in found.items() if isinstance(v, (int, float))}
+    numbers = {n: _as_float(v) for n, v in found.items() if isinstance(v, (int, float))}
+    return {n: v for n, v in numbers.items() if v is not None}
+
+
+def _as_float(value: float) -> float | None:
+    try:
+        return float(value)
+    except OverflowError:  # an int beyond what dashboards can show
+        return None
 
 
 class LineFile:
@@ -58,7 +72,8 @@ class LineFile:
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
             size = os.fstat(self._descriptor).st_size
             self._whole = not size or os.pread(self._descriptor, 1, size - 1) == b"\n"
-            self.write(begin)
+            self._claim()
+            self._write_begin(begin, size)
         except OSError as error:
             if self._descriptor >= 0:
                 self.close()
@@ -67,13 +82,40 @@ class LineFile:
                 " exists and has room."
             ) from error
 
+    def _write_begin(self, begin: Record, size: int) -> None:
+        try:
+            self.write(begin)
+        except OSError:
+            with suppress(OSError):  # devices
+                os.ftruncate(self._descriptor, size)  # a part of it would be no monitor's file
+            raise
+
+    def _claim(self) -> None:
+        """Warn where another monitor has the file: lines of two runs could not be told apart."""
+        if sys.platform == "win32":
+            return
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            warnings.warn(
+                f"another monitor writes to {self.name} already, and the lines of both will be"
+                " mixed. Give each process, and each monitor, a file of its own",
+                XmemWarning,
+                stacklevel=5,
+            )
+        except OSError:  # a file system without locks
+            pass
+
     def write(self, record: Record) -> None:
         """Write a line; what was left of one that did not fit is ended first.
 
         Raises:
             OSError: there is no room.
         """
-        line = self._encode(record) + b"\n"
+        try:
+            line = self._encode(record) + b"\n"
+        except ValueError:
+            line = self._encode(_writable(record)) + b"\n"
         if not self._whole:
             line = b"\n" + line
         written = os.write(self._descriptor, line)
@@ -84,6 +126,28 @@ class LineFile:
     def close(self) -> None:
         """Close it."""
         os.close(self._descriptor)
+
+
+_MOST_BITS = 14_000
+"""Python writes ints of up to 4300 digits."""
+
+
+def _writable(record: Record) -> Record:
+    """Return a record whose values can be written.
+
+    Text that is no Unicode (names of files, say) gets backslashes; an int of thousands of digits
+    is null.
+    """
+    if not isinstance(record, StepRecord):
+        return record
+
+    def writable(value: Value) -> Any:
+        if isinstance(value, str):
+            return value.encode("utf-8", "backslashreplace").decode("utf-8")
+        return None if isinstance(value, int) and value.bit_length() > _MOST_BITS else value
+
+    values = {writable(name): writable(value) for name, value in record.values.items()}
+    return msgspec.structs.replace(record, values=values)
 
 
 def tensorboard(folder: str | Path) -> Sink:

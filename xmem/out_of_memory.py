@@ -57,13 +57,22 @@ def oom_guard(
     Args:
         path: a folder for reports of errors; each gets a new folder in it, with
             diagnosis.json, report.md and a snapshot of the pool, to be attached to a report.
-        model: names modules and parameters.
-        optimizer: names gradients and states; its gradients are dropped.
+        model: names modules and parameters; a module, or a list of them.
+        optimizer: names gradients and states; its gradients are dropped. One, or a list of them.
         whole: on Jittor, let updates wait until all gradients are there, as they do on PyTorch.
             They run as soon as they can otherwise, so that a step that fails late in backward has
             updated some parameters; and gradients that are dropped after the step never all exist,
             which is less memory. Optimizers of `xmem.optim` always do so.
+
+    Raises:
+        UsageError: `optimizer` is none.
     """
+    for one in _each(optimizer):
+        if not hasattr(one, "param_groups"):
+            raise UsageError(
+                f"optimizer={type(one).__name__} has no param_groups; pass an optimizer, or a list"
+                " of them"
+            )
     return OomGuard(active(), None if path is None else Path(path), model, optimizer, whole=whole)
 
 
@@ -81,7 +90,7 @@ class OomGuard(AbstractContextManager["OomGuard"]):
         self._backend = backend
         self._path = path
         self._model = model
-        self._optimizer = optimizer
+        self._optimizers = _each(optimizer)
         self._whole = whole
         self._stack: ExitStack | None = None
         self._owners: Owners | None = None
@@ -93,7 +102,7 @@ class OomGuard(AbstractContextManager["OomGuard"]):
         if self._owners is not None:
             raise UsageError("this xmem.oom_guard is open already; make one for each block")
         stack = ExitStack()
-        owners = stack.enter_context(self._backend.pool.watch(self._model, self._optimizer))
+        owners = stack.enter_context(self._backend.pool.watch(self._model, self._optimizers))
         with stack:  # closed again if what follows raises
             if self._whole:
                 owners.make_whole()
@@ -130,9 +139,9 @@ class OomGuard(AbstractContextManager["OomGuard"]):
             with suppress(XmemWarning):
                 self._backend.pool.recover()  # while it is watched: what was pending is put back
         del stack
-        if backward and self._optimizer is not None:
-            accumulating.mark_unscaled(self._optimizer, unscaled=False)
-            self._backend.training.zero_grad(self._optimizer)
+        for optimizer in self._optimizers if backward else ():
+            accumulating.mark_unscaled(optimizer, unscaled=False)
+            self._backend.training.zero_grad(optimizer)
         try:
             raise raised
         finally:
@@ -149,9 +158,10 @@ class OomGuard(AbstractContextManager["OomGuard"]):
         """Diagnose, tell, and free what the error holds; also says if backward had begun."""
         from xmem.diagnosing import bare, diagnose
 
-        pool, given = self._backend.pool, {"model": self._model, "optimizer": self._optimizer}
+        pool, given = self._backend.pool, {"model": self._model, "optimizers": self._optimizers}
         try:
-            diagnosis = diagnose(self._backend, owners, error, refusal=self._refusal(), **given)
+            refusal = self._refusal(error)
+            diagnosis = diagnose(self._backend, owners, error, refusal=refusal, **given)
         except Exception as failed:  # noqa: BLE001  whatever it is, it must not hide the error
             _warn(f"the diagnosis failed by {type(failed).__name__}: {failed}. Please report it.")
             diagnosis = bare(self._backend, error)
@@ -163,8 +173,10 @@ class OomGuard(AbstractContextManager["OomGuard"]):
         owners.forget()
         return pool.out_of_memory_type()(text(diagnosis), diagnosis=diagnosis), backward
 
-    def _refusal(self) -> Refusal | None:
-        """Return the refused request, unless it is one from before the block."""
+    def _refusal(self, error: BaseException) -> Refusal | None:
+        """Return the refused request, unless it is one from before the block, or not the pool's."""
+        if isinstance(error, MemoryError):  # Python's or NumPy's own
+            return None
         count = self._backend.measure.counters().out_of_memory_count
         if count is not None and count == self._refused:
             return None
@@ -175,17 +187,27 @@ class OomGuard(AbstractContextManager["OomGuard"]):
         if self._path is not None:
             try:
                 self.bundle = write_bundle(diagnosis, self._path)
-            except OSError as failed:
+            except Exception as failed:  # noqa: BLE001  a file system's, a name's, memory's
+                reason = getattr(failed, "strerror", None) or f"{type(failed).__name__}: {failed}"
                 _warn(
-                    f"no report of the out-of-memory error could be written to {self._path}:"
-                    f" {failed.strerror}. Make room, or name another folder."
+                    f"no report of the out-of-memory error could be written to {str(self._path)!r}:"
+                    f" {reason}. Make room, or name another folder."
                 )
+                _clear(failed)
         from xmem.plugins import observers
 
         try:
             observers.hook.xmem_oom.call_historic(kwargs={"diagnosis": diagnosis})
         except Exception as failed:  # noqa: BLE001  an observer's bug must not hide the error
             _warn(f"an observer's xmem_oom raised {type(failed).__name__}: {failed}")
+
+
+def _each(optimizer: Any) -> list[Any]:
+    if isinstance(optimizer, dict):
+        optimizer = list(optimizer.values())
+    if isinstance(optimizer, (list, tuple, set)):
+        return [one for held in optimizer for one in _each(held)]
+    return [] if optimizer is None else [optimizer]
 
 
 def _warn(message: str) -> None:

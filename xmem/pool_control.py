@@ -95,6 +95,8 @@ class PoolControl:
         if on_oom is not None and on_oom not in ON_OOM:
             raise UsageError(unknown("on_oom", on_oom, ON_OOM))
         values = {name: _setting(pool, name).parse(value) for name, value in settings.items()}
+        if new_limit not in (_UNCHANGED, None) and "limit" in pool.gaps:
+            raise CapabilityError(f"limit={limit!r} is not to be had here: {pool.gaps['limit']}")
         if values or on_oom is not None:
             pool.configure(values, on_oom)
         if new_limit is not _UNCHANGED:

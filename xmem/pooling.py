@@ -229,6 +229,10 @@ class Pool(Protocol):
         """Follow which module makes what, and the phases of a step, inside the block.
 
         Cheap: no value is read, and nothing is waited for. `model` and `optimizer` may be None.
+        Where updates of theirs are pending they run first, so that the block's are told from them.
+
+        Raises:
+            OutOfMemoryError: there is no memory for those; they stay pending, nothing is lost.
         """
 
     def recover(self) -> None:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from xmem.errors import SchemaError
+from xmem.errors import ReportError, SchemaError
 from xmem.report.model import Machine
 
 SCHEMA_VERSION = 1
@@ -143,10 +143,13 @@ def read_snapshot(path: str | Path) -> Snapshot:
     """Read a snapshot that `write_snapshot` wrote.
 
     Raises:
+        ReportError: there is no such file, or it cannot be read.
         SchemaError: the file is no such thing, or of another version.
     """
     try:
         raw = msgspec.json.decode(Path(path).read_bytes())
+    except OSError as error:
+        raise ReportError(f"cannot read {path}: {error.strerror}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise SchemaError(f"{path} is not JSON: {error}") from error
     if not isinstance(raw, dict) or raw.get("schema") != "xmem pool snapshot":

@@ -179,7 +179,21 @@ def masters_of(optimizer: Any) -> list[Any]:
     if isinstance(optimizer, (list, tuple)):
         return [master for one in optimizer for master in masters_of(one)]
     masters = _masters.get(optimizer) if isinstance(optimizer, jt.optim.Optimizer) else None
-    return [] if masters is None else [master for _, master in masters.pairs()]
+    # Not `pairs`, which has none in backward, where the groups hold the parameters.
+    return [] if masters is None else [master for _, master in masters._held()]
+
+
+def round_again(optimizer: Any, is_lost: Callable[[Any], bool]) -> int:
+    """Let parameters whose value is lost be their masters, rounded; returns how many were."""
+    masters = _masters.get(optimizer)
+    if masters is None:
+        return 0
+    lost = [(p, m) for p, m in masters._held() if is_lost(p) and not is_lost(m)]
+    with gradients.updating():
+        for parameter, master in lost:
+            parameter.update(halves.to_half(master.detach(), masters._dtype))
+            masters._numbers[id(parameter)] = parameter.id
+    return len(lost)
 
 
 def parameters_of(optimizer: Any) -> list[list[Any]]:

@@ -22,8 +22,7 @@ import jittor as jt
 from xmem.containers import leaves
 from xmem.errors import MeasurementError
 from xmem.protocols import CATEGORIES, Category, Counters, Tagged
-from xmem.sizes import parse_size
-from xmem_jittor import flags, native
+from xmem_jittor import flags, native, ran_out
 from xmem_jittor.masters import masters_of
 
 _CODES: dict[str, int] = {category: code for code, category in enumerate(CATEGORIES)}
@@ -86,8 +85,7 @@ class Measure:
 
     def set_limit(self, limit_bytes: int | None) -> None:
         """Refuse allocations beyond a limit: a RuntimeError that says "out of memory"."""
-        limit = -1 if limit_bytes is None else parse_size(limit_bytes)
-        self._library.xmem_jittor_set_limit(limit)
+        ran_out.set_limit(limit_bytes)
 
     def owned(self, model: Any, optimizer: Any, inputs: Any) -> dict[Category, Sequence[Any]]:
         """Return the tensors that model, optimizer and inputs own."""

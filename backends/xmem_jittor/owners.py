@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import jittor as jt
 
 from xmem.containers import leaves
-from xmem.following import following
+from xmem.following import following, replacing
 from xmem.layouts import modules_of
 from xmem.trail import Trail, TrailOwners
 from xmem_jittor import gradients, keeping, masters, native, recovery
@@ -63,25 +63,15 @@ def watch(model: Any, optimizer: Any) -> Iterator[Owners]:
     newest: Callable[[], int] = native.graph().xmem_jittor_total_node
     trail = Trail(newest())
     owners = Owners(trail, model, optimizer)
-    followed = [
-        (jt, "grad", _differentiating),
-        (jt.optim.Optimizer, "pre_step", _before_update),
-        (jt.optim.Optimizer, "post_step", _after_update),
-    ]
-    undo = []
-    try:
-        for owner, name, around in followed:
-            original = vars(owner)[name]
-            made = around(original, trail, newest, owners)
-            undo.append((owner, name, original, made))
-            setattr(owner, name, made)
-        modules = _each_once(model)
-        with following(modules, "execute", OwnExecute, trail, newest, lambda: _look(trail)):
-            yield owners
-    finally:
-        for owner, name, original, made in reversed(undo):
-            if vars(owner).get(name) is made:
-                setattr(owner, name, original)
+    made: Any = {"trail": trail, "newest": newest}
+    before = functools.partial(_before_update, owners=owners, **made)
+    with (
+        replacing(jt, "grad", functools.partial(_differentiating, **made)),
+        replacing(jt.optim.Optimizer, "pre_step", before),
+        replacing(jt.optim.Optimizer, "post_step", functools.partial(_after_update, **made)),
+        following(_each_once(model), "execute", OwnExecute, trail, newest, lambda: _look(trail)),
+    ):
+        yield owners
 
 
 def _each_once(model: Any) -> list[Any]:
@@ -102,7 +92,7 @@ def _look(trail: Trail) -> None:
 
 
 def _differentiating(
-    original: Callable[..., Any], trail: Trail, newest: Callable[[], int], _: Owners
+    original: Callable[..., Any], trail: Trail, newest: Callable[[], int]
 ) -> Callable[..., Any]:
     """Note where the outermost backward begins and ends: regions call it inside."""
 
@@ -140,7 +130,7 @@ def _before_update(
 
 
 def _after_update(
-    original: Callable[..., Any], trail: Trail, newest: Callable[[], int], _: Owners
+    original: Callable[..., Any], trail: Trail, newest: Callable[[], int]
 ) -> Callable[..., Any]:
     def post_step(self: Any, *args: Any) -> Any:
         result = original(self, *args)
@@ -179,10 +169,13 @@ def parameter_names(model: Any, optimizer: Any) -> dict[int, str]:
             if isinstance(held, jt.Var):
                 found.append((held, f"{path}.{name}".lstrip(".")))
                 named.setdefault(id(held), found[-1][1])
-    groups = getattr(optimizer, "param_groups", ())
-    cast = masters.parameters_of(optimizer) if groups else []
+    groups = [
+        pair
+        for one in leaves(optimizer, jt.optim.Optimizer)
+        for pair in zip(one.param_groups, masters.parameters_of(one), strict=True)
+    ]
     number = 0
-    for group, parameters in zip(groups, cast, strict=True):
+    for group, parameters in groups:
         for index, parameter in enumerate(parameters):
             name = named.get(id(parameter), f"parameter {number} of the optimizer")
             number += 1

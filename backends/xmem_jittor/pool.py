@@ -26,12 +26,10 @@ from xmem.errors import (
 from xmem.pooling import Block, Graph, OnOom, Owners, Point, PoolStats, Refusal, Segment, Setting
 from xmem.process import process_bytes
 from xmem.records import CATEGORIES
-from xmem.sizes import parse_size
 from xmem_jittor import flags, living, native, owners, pool_settings, ran_out, recovery
 
 _REFUSAL_BLOCKS = 256
 _BLOCK_NUMBERS = 6
-_MOST = 1 << 62  # the library counts in 64 bits
 _NO_SPILL = (
     "on_oom='spill' puts tensors into memory that a driver moves between GPU and host; on a CPU"
     " there is no such memory. Use on_oom='trim_and_retry', or xmem.offload_activations"
@@ -96,8 +94,7 @@ class Pool:
 
     def set_limit(self, limit_bytes: int | None) -> None:
         """Refuse allocations beyond a limit: a RuntimeError where the graph runs."""
-        limit = -1 if limit_bytes is None else min(parse_size(limit_bytes), _MOST)
-        self._library.xmem_jittor_set_limit(limit)
+        ran_out.set_limit(limit_bytes)
 
     def trim(self) -> int:
         """Give back every segment that no tensor lies in, also of the pool before `xmem.use`."""
@@ -105,7 +102,7 @@ class Pool:
 
     def preallocate(self, size_bytes: int) -> int:
         """Take one block and give it back, so that the pool cuts later requests from it."""
-        taken = int(self._library.xmem_jittor_preallocate(min(size_bytes, _MOST)))
+        taken = int(self._library.xmem_jittor_preallocate(min(size_bytes, ran_out.MOST)))
         if taken < 0:
             raise ran_out.JittorOutOfMemoryError(
                 f"the system has no {size_bytes} bytes in one piece for Jittor's pool. Ask for less"
@@ -158,7 +155,12 @@ class Pool:
 
     @contextmanager
     def watch(self, model: Any, optimizer: Any) -> Iterator[Owners]:
-        """Follow modules and phases (`owners.py`), and what `recover` puts back."""
+        """Follow modules and phases (`owners.py`), and what `recover` puts back.
+
+        Runs updates that are still pending, which may run out of memory; see `recovery.py`.
+        """
+        if not recovery.is_following():  # an error of a block around this one may not be judged yet
+            ran_out.settle()
         with recovery.following(model, optimizer), owners.watch(model, optimizer) as found:
             yield found
 
@@ -183,8 +185,8 @@ class Pool:
             warnings.warn(
                 f"memory ran out while the optimizer updated: {found.updated} of {total} tensors"
                 f" (parameters, buffers, states) had been updated by then and stay so,"
-                f" {found.restored} were put back, {found.lost} wait to be computed. Load a checkpoint if"
-                " a step must be taken as a whole or not at all.",
+                f" {found.restored} were put back, {found.lost} wait to be computed. Load a"
+                " checkpoint if a step must be taken as a whole or not at all.",
                 XmemWarning,
                 stacklevel=2,
             )

@@ -49,7 +49,7 @@ def available(device: str) -> dict[str, Setting]:
         ),
         Setting(
             "save_mem",
-            _flag,
+            _flag("save_mem"),
             "Jittor's own swapping to disk; only before its core is compiled (JT_SAVE_MEM)",
             applies="before start",
         ),
@@ -58,7 +58,7 @@ def available(device: str) -> dict[str, Setting]:
         found.append(
             Setting(
                 "huge_pages",
-                _flag,
+                _flag("huge_pages"),
                 "ask the system for pages of 2 MiB. Holds for segments of 2 MiB and more that are"
                 " obtained from then on",
             )
@@ -144,10 +144,13 @@ def _ratio(value: Any) -> float:
     return float(value)
 
 
-def _flag(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise UsageError(f"{value!r}: it is True or False")
-    return value
+def _flag(name: str) -> Callable[[Any], bool]:
+    def parse(value: Any) -> bool:
+        if not isinstance(value, bool):
+            raise UsageError(f"{name}={value!r}: it is True or False")
+        return value
+
+    return parse
 
 
 def _allowed(name: str) -> Callable[[Any], int]:

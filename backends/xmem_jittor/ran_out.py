@@ -9,10 +9,12 @@ import jittor as jt
 
 from xmem.errors import MeasurementError, OutOfMemoryError
 from xmem.pooling import OnOom
+from xmem.sizes import parse_size
 from xmem_jittor import flags, native
 from xmem_jittor.retrying import Retrying
 
 REFUSED, LIMIT = 10, 11
+MOST = 1 << 62  # the library counts in 64 bits
 _NUMBERS = 12
 # Refusals that have been told of.
 _judged = 0
@@ -35,6 +37,12 @@ def counters() -> list[int]:
             " flags (use_stat_allocator...) was changed since xmem.use()."
         )
     return list(values)
+
+
+def set_limit(limit_bytes: int | str | None) -> None:
+    """Refuse allocations beyond a limit: a RuntimeError that says "out of memory"."""
+    limit = -1 if limit_bytes is None else min(parse_size(limit_bytes), MOST)
+    native.allocator().xmem_jittor_set_limit(limit)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -83,6 +91,7 @@ def set_policy(on_oom: OnOom, *, device: str) -> None:
         limit = counters()[LIMIT]
         jt.flags.use_cuda_managed_allocator = int(on_oom == "spill")
         native.allocator().xmem_jittor_set_limit(limit)  # of the pool over that memory
+        settle()  # which counts for itself
     if on_oom == "trim_and_retry":
         _retrying.start()
     else:

@@ -24,8 +24,8 @@ import jittor as jt
 
 from xmem.containers import leaves
 from xmem.sizes import format_size
-from xmem_jittor import gradients, native, ran_out
-from xmem_jittor.masters import masters_of
+from xmem_jittor import gradients, native, ran_out, scaling
+from xmem_jittor.masters import masters_of, round_again
 
 # More notes without an execution in between have lost the first anyway.
 _NOTES = 64
@@ -93,15 +93,20 @@ class Followed:
         pending = [note for note in notes if is_pending(note.tensor)]
         done = [note for note in notes if not is_pending(note.tensor)]
         restored = _restore(pending)
+        # No update reads a rounded parameter, so that what it was may be gone by now.
+        restored += sum(round_again(one, is_pending) for one in _optimizers(self.optimizer))
         # Where no update was under way, what has changed is of an earlier step, which is through.
         was_updating = any(note.is_updated for note in pending)
         changed = [note for note in done if note.is_updated and note.tensor.id not in note.ids]
         updated = len(changed) if was_updating else 0
         for optimizer in _optimizers(self.optimizer):
             counts = self._counts.get(id(optimizer))
-            if counts and not updated and (was_updating or gradients.are_new(optimizer)):
+            # Gradients that a step has not used have been counted, even if they are dropped by now.
+            is_unused = gradients.are_new(optimizer) or not changed
+            if counts and not updated and (was_updating or is_unused):
                 put_counts_back(optimizer, counts)
             gradients.forget(optimizer)
+            scaling.forget(optimizer)
         self.note()
         return PutBack(restored, updated, len(pending) - restored)
 
@@ -147,7 +152,7 @@ def following(model: Any, optimizer: Any) -> Iterator[Followed]:
     neither put back nor told from those of the block.
 
     Raises:
-        JittorOutOfMemoryError: there is no memory for those; they stay pending, and nothing is lost.
+        JittorOutOfMemoryError: there is no memory for those; they stay pending, nothing is lost.
     """
     _run_pending(held_by(model, optimizer))
     followed = Followed(model, optimizer)
@@ -156,7 +161,7 @@ def following(model: Any, optimizer: Any) -> Iterator[Followed]:
 
     def grad(loss: Any, targets: Any, retain_graph: bool = True) -> Any:
         nonlocal depth
-        if depth == 0:
+        if depth == 0 and followed in _followed:
             followed.note()
         depth += 1
         try:
@@ -170,7 +175,8 @@ def following(model: Any, optimizer: Any) -> Iterator[Followed]:
         yield followed
     finally:
         _followed.remove(followed)
-        jt.grad = original
+        if jt.grad is grad:  # else somebody has wrapped it since, who calls it still
+            jt.grad = original
 
 
 def _run_pending(tensors: list[Any]) -> None:
@@ -196,6 +202,11 @@ def _too_early(tensors: list[Any]) -> str:
         " for memory. Raise the limit (xmem.pool.configure(limit=...)) or let go of tensors, and"
         " enter the block again"
     )
+
+
+def is_following() -> bool:
+    """Say whether a block is open that follows something."""
+    return bool(_followed)
 
 
 def put_back_all() -> PutBack:

@@ -12,7 +12,7 @@ Limit: the kernel for CUDA has been compiled nowhere yet.
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import jittor as jt
 import numpy as np
@@ -45,6 +45,15 @@ _CUDA = """
 _SMALLEST = float(np.finfo(np.float32).tiny)
 
 
+_scalers: WeakSet[Scaler] = WeakSet()
+
+
+def forget(optimizer: Any) -> None:
+    """Let no scaler take the next gradients of an optimizer for those that it has unscaled."""
+    for scaler in _scalers:
+        scaler._found.pop(optimizer, None)
+
+
 class Scaler:
     """Scale losses and step where gradients are finite; see `xmem.protocols.Scaler`.
 
@@ -71,6 +80,7 @@ class Scaler:
         self._found: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         if enabled:
             gradients.count(self)
+            _scalers.add(self)
 
     def scale(self, loss: Any) -> Any:
         """Return the loss times the scale, in float32."""

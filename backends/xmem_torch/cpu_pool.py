@@ -11,12 +11,13 @@ from __future__ import annotations
 import atexit
 import ctypes
 import gc
+import warnings
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
 from typing import Any
 
-from xmem.errors import CapabilityError, UsageError
+from xmem.errors import CapabilityError, UsageError, XmemWarning
 from xmem.pooling import Block, OnOom, Point, PoolStats, Refusal, Segment, Setting
 from xmem.process import process_bytes
 from xmem.records import CATEGORIES
@@ -25,9 +26,9 @@ from xmem_torch import native, parsing
 from xmem_torch.oom import OutOfMemoryError
 
 STRATEGIES = ("passthrough", "size_class", "bfc")
+_MORE_THAN_IS_KEPT = -2  # xmem_torch_preallocate
 
 _MIB = 2**20
-_NO_LIMIT = -1
 _DEFAULTS: dict[str, Any] = {
     "strategy": "passthrough",
     "segment_size": 2 * _MIB,
@@ -97,7 +98,7 @@ class CpuPool:
 
     def __init__(self, library: Any) -> None:
         self._library = library
-        library.xmem_torch_install()
+        native.install(library)
         library.xmem_torch_set_graph_task(native.graph_task_probe())
         self._values = dict(_DEFAULTS)
         self._on_oom: OnOom = "raise"
@@ -142,13 +143,12 @@ class CpuPool:
 
     def _apply(self) -> None:
         values = self._values
-        limit = values["cache_limit"]
         self._library.xmem_torch_configure(
             STRATEGIES.index(values["strategy"]),
             values["segment_size"],
             round((values["reserve_ratio"] or 0) * 1000),
             self._min_cached(),
-            _NO_LIMIT if limit is None else limit,
+            native.number(values["cache_limit"]),
             values["divisions"],
             round(values["slack"] * 1000),
             int(values["huge_pages"]),
@@ -161,6 +161,13 @@ class CpuPool:
 
     def stats(self) -> PoolStats:
         """Read the allocator."""
+        if self._library.xmem_torch_displaced():
+            warnings.warn(
+                "another allocator has taken the place of xmem's (c10::SetCPUAllocator): what is made"
+                " since is not counted. Call xmem.use() after what sets it",
+                XmemWarning,
+                stacklevel=4,
+            )
         (allocated, peak, reserved, peak_reserved, allocations, refused, frees, segments, _, free,
          limit, retries) = self._counters()  # fmt: skip
         return PoolStats(
@@ -174,7 +181,7 @@ class CpuPool:
             free_count=frees,
             largest_free_bytes=free,
             out_of_memory_count=refused,
-            limit_bytes=None if limit == _NO_LIMIT else limit,
+            limit_bytes=native.size_or_none(limit),
             retry_count=retries,
         )
 
@@ -184,7 +191,7 @@ class CpuPool:
 
     def set_limit(self, limit_bytes: int | None) -> None:
         """Refuse what would pass it, exactly; cached segments beyond it go back at once."""
-        self._library.xmem_torch_set_limit(_NO_LIMIT if limit_bytes is None else limit_bytes)
+        self._library.xmem_torch_set_limit(native.number(limit_bytes))
 
     def trim(self) -> int:
         """Give back the segments that are free as a whole."""
@@ -192,8 +199,7 @@ class CpuPool:
 
     def preallocate(self, size_bytes: int) -> int:
         """Map a segment; its pages become resident as they are first written to."""
-        strategy, cache_limit = self._values["strategy"], self._values["cache_limit"]
-        if strategy == "passthrough":
+        if self._values["strategy"] == "passthrough":
             raise UsageError(
                 'strategy="passthrough" holds no free memory; first call'
                 ' xmem.pool.configure(strategy="bfc")'
@@ -203,19 +209,19 @@ class CpuPool:
                 f"{size_bytes} bytes are less than min_cached ({self._min_cached()}): requests of"
                 " that size pass through"
             )
-        if cache_limit is not None and size_bytes > cache_limit:
-            raise UsageError(
-                f"cache_limit is {format_size(cache_limit)}, so {format_size(size_bytes)} would"
-                " not be kept; raise it with xmem.pool.configure(cache_limit=...)"
-            )
         stats = self.stats()
-        limit = stats.limit_bytes
-        if limit is not None and stats.allocated_bytes + size_bytes > limit:
+        if (limit := stats.limit_bytes) is not None and stats.allocated_bytes + size_bytes > limit:
             raise UsageError(
                 f"the limit is {format_size(limit)} and {format_size(stats.allocated_bytes)} are"
                 f" allocated, so {format_size(size_bytes)} more could never be used"
             )
-        taken = int(self._library.xmem_torch_preallocate(size_bytes))
+        taken = int(self._library.xmem_torch_preallocate(native.number(size_bytes)))
+        if taken == _MORE_THAN_IS_KEPT:
+            raise UsageError(
+                f"cache_limit is {format_size(self._values['cache_limit'])}, so a segment for"
+                f" {format_size(size_bytes)} would not be kept; raise it with"
+                " xmem.pool.configure(cache_limit=...)"
+            )
         if taken < 0:
             raise OutOfMemoryError(
                 f"the system has no {format_size(size_bytes)} left in one piece to preallocate"
@@ -247,7 +253,7 @@ class CpuPool:
             requested_bytes=found.requested,
             allocated_bytes=found.allocated,
             reserved_bytes=found.reserved,
-            limit_bytes=None if found.limit == _NO_LIMIT else found.limit,
+            limit_bytes=native.size_or_none(found.limit),
             largest_free_bytes=found.largest_free,
             birth=found.birth,
             by_category=dict(zip(CATEGORIES, found.by_category, strict=True)),

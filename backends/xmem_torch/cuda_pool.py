@@ -24,6 +24,7 @@ from xmem.sizes import format_size
 from xmem_torch import cuda_settings
 from xmem_torch.cuda_settings import SETTINGS, VARIABLES
 from xmem_torch.oom import OutOfMemoryError
+from xmem_torch.sources import read_cuda
 
 __all__ = ["SETTINGS", "CudaPool"]
 
@@ -36,6 +37,11 @@ GAPS = {
     " (torch.cuda._use_uvm), but not the requests that fail, nor those of backward's threads",
     "history": "PyTorch's CUDA allocator keeps no history of its sizes",
     "categories": "PyTorch's CUDA allocator does not know what a block is for",
+}
+_DRIVERS = "the driver's pool (backend cudaMallocAsync) does not tell of {what}"
+_DRIVERS_GAPS = {
+    "refusal": _DRIVERS.format(what="refused requests"),
+    "segments": _DRIVERS.format(what="its segments"),
 }
 
 
@@ -51,7 +57,10 @@ class CudaPool:
         # environment said is said again.
         self._values = _from_environment()
         attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
-        if attach is None:
+        self._is_native = torch.cuda.get_allocator_backend() == "native"
+        if not self._is_native:
+            self.gaps = {**GAPS, **_DRIVERS_GAPS}
+        elif attach is None:
             self.gaps = {**GAPS, "refusal": "this PyTorch does not tell of refused requests"}
         else:
             attach(self._note_refusal)
@@ -90,30 +99,29 @@ class CudaPool:
             )
             when = "when CUDA is first used, and it has been"
         if late:
+            variable = next((v for v in VARIABLES if v in os.environ), VARIABLES[-1])
             raise UsageError(
                 f"{name}={value!r} comes too late: it is read {when}. Set the environment"
-                f" variable {VARIABLES[0]}={cuda_settings.write({**self._values, name: value})}"
+                f" variable {variable}={cuda_settings.write({**self._values, name: value})}"
                 " before Python starts"
             )
 
     def stats(self) -> PoolStats:
         """Read PyTorch's statistics; allocated is what tensors asked for, unrounded."""
-        found = torch.cuda.memory_stats()
-        unknown = None if found else 0  # nothing is there before the first allocation
-        kind = "requested_bytes" if "requested_bytes.all.peak" in found else "allocated_bytes"
+        read = read_cuda()
         return PoolStats(
-            allocated_bytes=found.get(f"{kind}.all.current", 0),
-            peak_allocated_bytes=found.get(f"{kind}.all.peak", unknown),
-            reserved_bytes=found.get("reserved_bytes.all.current", unknown),
-            peak_reserved_bytes=found.get("reserved_bytes.all.peak", unknown),
+            allocated_bytes=read("requested_bytes.all.current") or 0,
+            peak_allocated_bytes=read("requested_bytes.all.peak"),
+            reserved_bytes=read("reserved_bytes.all.current"),
+            peak_reserved_bytes=read("reserved_bytes.all.peak"),
             process_bytes=process_bytes(),
-            segment_count=found.get("segment.all.current", unknown),
-            allocation_count=found.get("allocation.all.allocated", unknown),
-            free_count=found.get("allocation.all.freed", unknown),
-            largest_free_bytes=_largest_free(self.segments()) if found else 0,
-            out_of_memory_count=found.get("num_ooms", unknown),
+            segment_count=read("segment.all.current"),
+            allocation_count=read("allocation.all.allocated"),
+            free_count=read("allocation.all.freed"),
+            largest_free_bytes=_largest_free(self.segments()) if self._is_native else None,
+            out_of_memory_count=read("num_ooms"),
             limit_bytes=_limit(),
-            retry_count=found.get("num_alloc_retries", unknown),
+            retry_count=read("num_alloc_retries"),
         )
 
     def reset_peak(self) -> None:
@@ -134,7 +142,7 @@ class CudaPool:
 
     def preallocate(self, size_bytes: int) -> int:
         """Make a tensor of that size and drop it: its segment stays."""
-        if _largest_free(self.segments()) >= size_bytes:
+        if self._is_native and _largest_free(self.segments()) >= size_bytes:
             return 0
         before = torch.cuda.memory_reserved()
         try:
@@ -147,6 +155,8 @@ class CudaPool:
 
     def segments(self) -> Sequence[Segment]:
         """Read PyTorch's snapshot, of the current device."""
+        if not self._is_native:
+            raise CapabilityError(_DRIVERS_GAPS["segments"])
         device = torch.cuda.current_device()
         found = [
             Segment(
@@ -172,7 +182,7 @@ class CudaPool:
     ) -> None:  # called by PyTorch, in the thread that asked
         self._refusal = None
         # What is raised here would take the place of the out-of-memory error.
-        with contextlib.suppress(RuntimeError), torch.cuda.device(device):
+        with contextlib.suppress(Exception), torch.cuda.device(device):
             self._refusal = self._describe(requested)
 
     def _describe(self, requested: int) -> Refusal:
@@ -199,20 +209,16 @@ class CudaPool:
 
 
 def _from_environment() -> dict[str, Any]:
-    texts = {v: os.environ[v] for v in VARIABLES if os.environ.get(v)}
+    texts = {v: os.environ[v] for v in VARIABLES if v in os.environ}
     if len(set(texts.values())) > 1:
-        neutral, old = texts.items()
-        warnings.warn(
-            f"{neutral[0]}={neutral[1]} and {old[0]}={old[1]} differ; PyTorch reads the first",
-            XmemWarning,
-            stacklevel=4,
-        )
-    text = next(iter(texts.values()), "")
-    try:
-        found = cuda_settings.read(text)
-    except UsageError as error:
-        raise UsageError(f"in the environment variable {next(iter(texts))}: {error}") from error
-    return found
+        named = " and ".join(f"{name}={text}" for name, text in texts.items())
+        warnings.warn(f"{named} differ; PyTorch reads the first", XmemWarning, stacklevel=4)
+    for variable, text in texts.items():
+        try:
+            return cuda_settings.read(text)
+        except UsageError as error:
+            raise UsageError(f"in the environment variable {variable}: {error}") from error
+    return {}
 
 
 def _device_bytes() -> int:

@@ -15,40 +15,44 @@ from xmem.errors import UsageError, unknown
 from xmem.pooling import Setting
 from xmem_torch import parsing
 
-VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Where PyTorch reads settings from when it starts; the first one wins."""
+VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Where PyTorch reads settings from when it starts; the first that is set wins, empty or not."""
 BACKENDS = ("native", "cudaMallocAsync")
 
 _LARGE_SEGMENT_MB = 20
 _MOST_MB = 2**31 - 1
 _MOST_THREADS = 128
-_INTERVALS_MB = tuple(2**n for n in range(17))  # 1 MB to 64 GB
+_MOST_INTERVAL_MB = 2**16
+_MOST_STEPS = 2**30
 
 
-def _power_of_two(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0 == value & value - 1
+def _power_of_two(value: Any, most: int) -> bool:
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    return whole and 0 < value <= most and value & (value - 1) == 0
 
 
 def _divisions(value: Any) -> Any:
     """Take a power of two, or one for each interval: {256: 1, 512: 2, ">": 4}."""
     name = "roundup_power2_divisions"
     if not isinstance(value, Mapping):
-        if not _power_of_two(value):
+        if not _power_of_two(value, _MOST_STEPS):
             raise UsageError(
-                f"{name} is a power of two, or a mapping of sizes in MB to powers of two, e.g."
-                f" {{256: 1, 512: 2, '>': 4}}, not {value!r}"
+                f"{name} is a power of two up to {_MOST_STEPS}, or a mapping of sizes in MB to"
+                f" powers of two, e.g. {{256: 1, 512: 2, '>': 4}}, not {value!r}"
             )
         return value
     if not value:
         raise UsageError(f"{name} is empty: name at least one interval, e.g. {{'>': 4}}")
     for interval, number in value.items():
-        if interval != ">" and not (_power_of_two(interval) and interval in _INTERVALS_MB):
+        if interval != ">" and not _power_of_two(interval, _MOST_INTERVAL_MB):
             raise UsageError(
-                f"an interval of {name} is '>' or a power of two from 1 to {_INTERVALS_MB[-1]}"
+                f"an interval of {name} is '>' or a power of two from 1 to {_MOST_INTERVAL_MB}"
                 f" (MB), not {interval!r}"
             )
-        if number != 0 and not _power_of_two(number):
-            raise UsageError(f"{name} of {interval!r} is 0 or a power of two, not {number!r}")
+        if number != 0 and not _power_of_two(number, _MOST_STEPS):
+            raise UsageError(
+                f"{name} of {interval!r} is 0 or a power of two up to {_MOST_STEPS}, not {number!r}"
+            )
     sizes = [i for i in value if i != ">"]
     # PyTorch fills from the last interval it has read, whatever comes after.
     ordered = {size: value[size] for size in sorted(sizes)}
@@ -56,7 +60,7 @@ def _divisions(value: Any) -> Any:
 
 
 def _threads(value: Any) -> int:
-    if not _power_of_two(value) or value > _MOST_THREADS:
+    if not _power_of_two(value, _MOST_THREADS):
         raise UsageError(
             f"pinned_num_register_threads is a power of two up to {_MOST_THREADS}, not {value!r}"
         )
@@ -94,6 +98,13 @@ SETTINGS = {
             _divisions,
             "round requests up to so many steps between powers of two",
         ),
+        Setting(
+            "per_process_memory_fraction",
+            parsing.fraction("per_process_memory_fraction", open_ends=False),
+            "the limit at the start, as a share of the device; later: configure(limit=)",
+            "before use",
+        ),
+        _flag("throw_on_cudamalloc_oom", "refuse what cannot fit before the driver is asked"),
         _flag("release_lock_on_cudamalloc", "let other threads in while the driver allocates"),
         _flag(
             "graph_capture_record_stream_reuse", "reuse across streams while a graph is captured"
@@ -106,6 +117,7 @@ SETTINGS = {
             "before use",
         ),
         _flag("pinned_use_background_threads", "free host memory in the background", "before use"),
+        _flag("pinned_free_catch_all", "let host memory be freed that is not known", "before use"),
         _mb("pinned_reserve_segment_size_mb", 1, "host memory pinned at once", "before use"),
         _mb("pinned_max_round_threshold_mb", 0, "larger host requests are not rounded up"),
         _mb("pinned_max_cached_size_mb", 0, "larger host blocks are not kept"),
@@ -120,6 +132,7 @@ _NATIVE_ONLY = (
     "garbage_collection_threshold",
     "roundup_power2_divisions",
     "release_lock_on_cudamalloc",
+    "throw_on_cudamalloc_oom",
 )
 
 
@@ -167,7 +180,7 @@ def read(text: str) -> dict[str, Any]:
     """
     found = {}
     text = re.sub(r"\s", "", text)
-    for part in re.split(r",(?![^\[]*\])", text) if text else []:
+    for part in filter(None, re.split(r",(?![^\[]*\])", text)):  # PyTorch skips commas at the ends
         name, _, value = part.partition(":")
         # On ROCm both spellings are read.
         name = name.replace("_hipmalloc", "_cudamalloc").replace("_hip_host", "_cuda_host")
@@ -180,9 +193,11 @@ def read(text: str) -> dict[str, Any]:
 def _value(text: str) -> Any:
     if text in ("True", "False"):
         return text == "True"
-    if text.startswith("["):
-        pairs = [pair.partition(":") for pair in text.strip("[]").split(",") if pair]
+    if text.startswith("[") and text.endswith("]"):
+        pairs = [pair.partition(":") for pair in text[1:-1].split(",") if pair]
         return {_value(k): _value(v) for k, _, v in pairs}
+    if "_" in text:  # Python reads 6_4 as 64, PyTorch as 6
+        return text
     for kind in (int, float):
         try:
             return kind(text)

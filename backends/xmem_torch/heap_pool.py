@@ -55,7 +55,7 @@ class HeapPool:
         return {"strategy": self._strategy, "on_oom": "raise"}
 
     def configure(self, values: Mapping[str, Any], on_oom: OnOom | None) -> None:
-        """Tell glibc."""
+        """Tell glibc. After mallopt, what its heap has grown by can serve again, trimmed or not."""
         if on_oom not in (None, "raise"):
             raise CapabilityError(
                 f'on_oom="{on_oom}" is not to be had: {self.gaps[f"on_oom={on_oom}"]}'
@@ -93,7 +93,9 @@ class HeapPool:
         """Have glibc give back what it can; returns by how much the process shrank."""
         gc.collect()
         before = process_bytes() or 0
-        ctypes.CDLL(None).malloc_trim(0)
+        give_back = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+        if give_back is not None:
+            give_back(0)
         return max(0, before - (process_bytes() or 0))
 
     def preallocate(self, size_bytes: int) -> int:

@@ -25,7 +25,7 @@ from torch.optim.optimizer import (
 )
 
 from xmem.containers import leaves
-from xmem.following import following
+from xmem.following import following, replacing
 from xmem.native.build import find_compiler
 from xmem.trail import Trail, TrailOwners
 from xmem_torch import native
@@ -46,30 +46,30 @@ def watch(model: Any, optimizer: Any) -> Iterator[TrailOwners]:
         functools.partial(parameter_names, model, optimizer),
         functools.partial(_paths, model),
     )
-    doors = {name: getattr(torch.autograd, name) for name in ("backward", "grad")}
+    around = functools.partial(_differentiating, trail=trail, serial=serial)
     handles = [
         register_optimizer_step_pre_hook(lambda *_: trail.begin(serial(), "optimizer")),
         register_optimizer_step_post_hook(lambda *_: trail.begin(serial(), "outside")),
     ]
     modules, graphs = _eager_modules(model), _compiled_graphs()
     try:
-        for name, function in doors.items():
-            setattr(torch.autograd, name, _differentiating(function, trail, serial))
-        with following(
-            modules,
-            "forward",
-            _forward_of,
-            trail,
-            serial,
-            lambda: _look(trail),
-            passes=torch.compiler.is_compiling,
+        with (
+            replacing(torch.autograd, "backward", around),
+            replacing(torch.autograd, "grad", around),
+            following(
+                modules,
+                "forward",
+                _forward_of,
+                trail,
+                serial,
+                lambda: _look(trail),
+                passes=torch.compiler.is_compiling,
+            ),
         ):
             yield owners
     finally:
         if modules and _compiled_graphs() != graphs:
             _compiled.update(leaves(model, torch.nn.Module))
-        for name, function in doors.items():
-            setattr(torch.autograd, name, function)
         for handle in handles:
             handle.remove()
 
@@ -184,7 +184,8 @@ def parameter_names(model: Any, optimizer: Any) -> dict[int, str]:
                     add(tensor, f"{path}.{name}".lstrip("."))
                     if held is module._parameters:
                         named.setdefault(tensor, f"{path}.{name}".lstrip("."))
-    groups = getattr(optimizer, "param_groups", ())
+    optimizers = leaves(optimizer, torch.optim.Optimizer)
+    groups = [group for one in optimizers for group in one.param_groups]
     masters = {id(master_of(parameter)): name for parameter, name in named.items()}
     for number, parameter in enumerate(p for group in groups for p in group["params"]):
         name = masters.get(id(parameter), f"parameter {number} of the optimizer")
@@ -193,7 +194,7 @@ def parameter_names(model: Any, optimizer: Any) -> dict[int, str]:
     for parameter, name in list(named.items()):
         for held in (parameter, master_of(parameter)):
             add(held.grad, f"gradient of {name}")
-    for parameter, state in getattr(optimizer, "state", {}).items():
+    for parameter, state in (item for one in optimizers for item in one.state.items()):
         for tensor in leaves(state, torch.Tensor):
             add(tensor, f"optimizer state of {named.get(parameter, 'a parameter')}")
     names.pop(0, None)  # empty

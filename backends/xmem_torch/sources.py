@@ -6,9 +6,9 @@ in where there is no C++ compiler.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +16,7 @@ import torch
 from xmem.errors import MeasurementError
 from xmem.protocols import CATEGORIES, Category, Counters
 from xmem_torch import native
+from xmem_torch.living import live_tensors
 
 _NO_COMPILER = (
     "PyTorch's profiler counts bytes and cannot {what}. Install g++ (or name a compiler in the"
@@ -60,7 +61,7 @@ class AllocatorSource:
 
     def __init__(self, compiler: str) -> None:
         self._library = native.load(compiler)
-        self._library.xmem_torch_install()
+        native.install(self._library)
 
     def start(self) -> None:
         """Nothing to begin: it counts all the time."""
@@ -80,7 +81,7 @@ class AllocatorSource:
 
     def set_limit(self, limit_bytes: int | None) -> None:
         """Refused requests raise torch.OutOfMemoryError."""
-        self._library.xmem_torch_set_limit(-1 if limit_bytes is None else limit_bytes)
+        self._library.xmem_torch_set_limit(native.number(limit_bytes))
 
     def tag(self, category: Category, addresses: Sequence[int]) -> tuple[int, Sequence[bool]]:
         """Walk the live blocks once."""
@@ -191,18 +192,14 @@ class CudaSource:
 
     def counters(self) -> Counters:
         """Read PyTorch's statistics; "requested_bytes" is what tensors asked for, unrounded."""
-        stats = torch.cuda.memory_stats()
-        # Nothing is there before the first allocation. Not all allocators (cudaMallocAsync) know
-        # what was requested; what they know is rounded up.
-        unknown = None if stats else 0
-        kind = "requested_bytes" if "requested_bytes.all.peak" in stats else "allocated_bytes"
+        read = read_cuda()
         return Counters(
-            allocated_bytes=stats.get(f"{kind}.all.current", 0),
-            peak_allocated_bytes=stats.get(f"{kind}.all.peak", unknown),
-            reserved_bytes=stats.get("reserved_bytes.all.current", unknown),
-            peak_reserved_bytes=stats.get("reserved_bytes.all.peak", unknown),
-            allocation_count=stats.get("allocation.all.allocated", unknown),
-            out_of_memory_count=stats.get("num_ooms", unknown),
+            allocated_bytes=read("requested_bytes.all.current") or 0,
+            peak_allocated_bytes=read("requested_bytes.all.peak"),
+            reserved_bytes=read("reserved_bytes.all.current"),
+            peak_reserved_bytes=read("reserved_bytes.all.peak"),
+            allocation_count=read("allocation.all.allocated"),
+            out_of_memory_count=read("num_ooms"),
         )
 
     def reset_peak(self) -> None:
@@ -227,15 +224,27 @@ class CudaSource:
         return None
 
 
+def read_cuda() -> Callable[[str], int | None]:
+    """Read PyTorch's statistics of the current device; returns what looks one up by its name.
+
+    The pool of CUDA's driver (cudaMallocAsync) tells of what it has allocated, rounded up, and
+    reserved; all else PyTorch gives as zero there, and is None here.
+    """
+    stats = torch.cuda.memory_stats()
+    if torch.cuda.get_allocator_backend() == "native":
+        unknown = None if stats else 0  # nothing is there before the first allocation
+        return lambda name: stats.get(name, unknown)
+    known = {n: v for n, v in stats.items() if n.startswith(("allocated_bytes", "reserved_bytes"))}
+    return lambda name: known.get(name.replace("requested_bytes", "allocated_bytes"))
+
+
 def live_tensor_bytes() -> int:
     """Add up the distinct CPU storages that Python's objects hold."""
     sizes: dict[int, int] = {}
-    for found in gc.get_objects():
-        # type(), not isinstance: the latter would wake lazy module proxies
-        if not issubclass(type(found), torch.Tensor) or found.device.type != "cpu":
-            continue
-        for tensor in (found, found.grad if found.is_leaf else None):
-            if tensor is not None and tensor.layout == torch.strided:
+    for tensor in live_tensors():
+        # What has no memory says so: fake and lazy tensors, and those of layouts without storage.
+        with contextlib.suppress(RuntimeError, NotImplementedError, ValueError):
+            if tensor.device.type == "cpu":
                 storage = tensor.untyped_storage()
                 sizes[storage.data_ptr()] = storage.nbytes()
     return sum(sizes.values())

@@ -72,7 +72,7 @@ class FakeMemory:
         return FakeOutOfMemoryError
 
     def is_out_of_memory(self, error):
-        return type(error) is FakeError
+        return type(error) in (FakeError, MemoryError)
 
     def tensor_bytes(self, tensor):
         return self.blocks[tensor].requested_bytes

@@ -218,6 +218,29 @@ def test_what_modules_execute_is_put_back(backend):
     assert not any("execute" in vars(module) for module in run.model.modules())
 
 
+def test_a_guard_takes_several_models_and_optimizers(backend):
+    runs = [Run(backend), Run(backend)]
+
+    def steps():
+        for run in runs:
+            run.step()
+
+    models, optimizers = [run.model for run in runs], [run.optimizer for run in runs]
+    with oom_guard(model=models, optimizer=optimizers):
+        steps()
+    before = runs[0].allocated()
+    backend.pool.set_limit(before + ACTIVATION)
+    guard = oom_guard(model=models, optimizer=optimizers)
+    with pytest.raises(xmem.OutOfMemoryError), guard:
+        steps()
+    backend.pool.set_limit(None)
+    found = {o.name for o in guard.diagnosis.owners}
+    for number in (0, 1):
+        assert f"optimizer state of {number}.head.weight" in found
+    assert runs[0].allocated() <= before, "gradients of before are dropped, too"
+    steps()
+
+
 def test_the_guard_holds_no_model_when_it_is_over(backend):
     run = Run(backend)
     with oom_guard(model=run.model, optimizer=run.optimizer):

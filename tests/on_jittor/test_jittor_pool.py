@@ -365,3 +365,44 @@ def test_huge_pages_are_asked_for_or_refused(pool, monkeypatch):
     assert block.sum().item() == 2 * MIB
     del block
     assert pool.trim() >= 8 * MIB
+
+
+def test_blocks_of_empty_tensors_fill_no_room(pool):
+    held = [ones(0) for _ in range(40)]
+    for _ in range(40):
+        held += [ones(4), ones(0)]
+    check_sums(pool)
+    del held[::2]
+    check_sums(pool)
+
+
+def test_a_limit_beyond_64_bits_is_no_limit_of_0(pool, backend):
+    for control in (pool, backend.measure):
+        for limit in (1 << 62, 1 << 63, 1 << 70):
+            control.set_limit(limit)
+            assert pool.stats().limit_bytes == 1 << 62
+            ones(4)
+    pool.set_limit(None)
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_counters_are_level_over_steps_with_checkpointing(pool, reads):
+    import jittor as jt
+
+    import xmem
+
+    net = chain(depth=6, width=32)
+    optimizer = jt.optim.Adam(net.parameters(), 1e-3)
+    xmem.apply_checkpointing(net, "every")
+    found = []
+    for _ in range(8):
+        loss = (net(normal(16, 32)) ** 2).mean()
+        optimizer.step(loss)
+        if reads:
+            loss.item()
+        stats = pool.stats()
+        found.append((stats.allocated_bytes, stats.allocation_count - stats.free_count))
+    assert len(set(found[2:])) == 1
+    del loss
+    jt.sync_all(True)
+    check_sums(pool)

@@ -37,18 +37,52 @@ def test_the_size_is_what_bisection_finds_in_at_most_half_of_its_steps(
     assert found == oracle.bisect(minimum, found.limit_bytes)
     print(f"{name}: {int(found)}, {ours} steps of {len(counts)} in {len(found.tries)} tries")
     assert 2 * ours <= len(counts), [str(t) for t in found.tries]
-    peak = oracle.run(int(found), found.limit_bytes, steps=3 if name == "unet3d" else 20)
-    assert peak == found.peak_bytes <= found.limit_bytes
+    assert oracle.peaks[int(found)] == found.peak_bytes <= found.limit_bytes
+
+
+def test_a_size_lasts_for_twenty_steps(backend):
+    make = functools.partial(batch_bar.make_step, name="mlp")
+    found = find_batch_size(make, budget="40MiB", minimum=64, isolate=False)
+    peak = batch_bar.Oracle(backend, make, steps=20).run(int(found), found.limit_bytes)
+    assert peak == found.peak_bytes
 
 
 def test_a_process_of_its_own_finds_the_same(backend):
-    make = functools.partial(batch_bar.make_step, name="mlp")
-    own = find_batch_size(make, budget="40MiB", minimum=64, isolate=False)
-    found = find_batch_size(make, budget="40MiB", minimum=64)
+    """With the pool as it is set here."""
+    before = xmem.pool.settings
+    xmem.pool.configure(strategy="bfc", segment_size="8MiB", on_oom="trim_and_retry")
+    settings = xmem.pool.settings
+
+    def make(size):
+        assert xmem.pool.settings == settings
+        return batch_bar.make_step(size, "mlp")
+
+    try:
+        own = find_batch_size(make, budget="40MiB", minimum=64, isolate=False)
+        found = find_batch_size(make, budget="40MiB", minimum=64)
+    finally:
+        xmem.pool.configure(**before)
     assert found == own
     assert [(t.size, t.peak_bytes) for t in found.tries] == [
         (t.size, t.peak_bytes) for t in own.tries
     ]
+
+
+def test_a_budget_beyond_the_limit_in_force_is_refused(backend):
+    xmem.pool.configure(limit="30MiB")
+    try:
+        with pytest.raises(xmem.UsageError, match="more than the limit in force, 31457280 bytes"):
+            find_batch_size(pytest.fail, budget="40MiB")
+        found = find_batch_size(
+            functools.partial(batch_bar.make_step, name="mlp"),
+            budget="30MiB",
+            minimum=64,
+            maximum=65,
+            isolate=False,
+        )
+        assert (found, xmem.pool.limit) == (65, 30 << 20)
+    finally:
+        xmem.pool.configure(limit=None)
 
 
 def test_inference_has_a_larger_size(backend):
@@ -76,6 +110,17 @@ def test_nothing_stays_of_failed_tries(backend):
         backend.measure.synchronize()
         assert backend.measure.counters().allocated_bytes == before
     make(1)()
+
+
+@pytest.mark.parametrize("share", [0.8, 0.97], ids=["forward", "backward"])
+def test_nothing_stays_in_autograds_queue_of_a_step_that_ran_out(backend, share):
+    """Its thread keeps the graph of a backward that failed until it runs another."""
+    oracle = batch_bar.Oracle(backend, functools.partial(batch_bar.make_step, name="resnet18"), 1)
+    gc.collect()
+    before = backend.measure.counters().allocated_bytes
+    limit = int(share * (oracle.run(16, None) - before)) + before
+    assert oracle.run(16, limit) is None
+    assert backend.measure.counters().allocated_bytes == before
 
 
 def test_the_command_finds_the_size_of_a_workload(backend):

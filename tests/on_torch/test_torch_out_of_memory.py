@@ -212,6 +212,47 @@ def test_forwards_doors_and_hooks_are_gone_after_the_block(backend):
     assert not any("forward" in vars(module) for module in run.model.modules())
 
 
+def test_blocks_of_threads_that_end_crosswise_leave_no_doors_and_no_model(backend):
+    run = Run(backend)
+    doors = torch.autograd.backward, torch.autograd.grad
+    first, second = (oom_guard(model=run.model, optimizer=run.optimizer) for _ in range(2))
+    first.__enter__()
+    second.__enter__()
+    run.step()
+    first.__exit__(None, None, None)
+    run.step()
+    second.__exit__(None, None, None)
+    assert (torch.autograd.backward, torch.autograd.grad) == doors
+    model = weakref.ref(run.model)
+    del run, first, second
+    gc.collect()
+    assert model() is None
+
+
+def test_of_two_models_and_optimizers_all_is_named_and_dropped(backend):
+    runs = [Run(backend), Run(backend)]
+
+    def steps():
+        for run in runs:
+            run.step()
+        for run in runs:
+            run.model(run.x).square().mean().backward()
+        run.model(torch.zeros(10_000_000, WIDTH))
+
+    models, optimizers = [run.model for run in runs], [run.optimizer for run in runs]
+    backend.pool.set_limit(100_000_000)
+    guard = oom_guard(model=models, optimizer=optimizers)
+    with pytest.raises(xmem.OutOfMemoryError), guard:
+        steps()
+    backend.pool.set_limit(None)
+    found = {o.name for o in guard.diagnosis.owners}
+    for number in (0, 1):
+        assert f"gradient of {number}.head.weight" in found
+        assert f"optimizer state of {number}.head.weight" in found
+    assert guard.diagnosis.by_category["optimizer"] == 2 * (2 * 4 * WEIGHT + 4 * 4)
+    assert all(p.grad is None for model in models for p in model.parameters())
+
+
 def test_the_guard_holds_no_model_when_it_is_over(backend):
     run = Run(backend)
     with oom_guard(model=run.model, optimizer=run.optimizer):

@@ -5,11 +5,23 @@ import random
 
 import pytest
 import torch
-from on_torch.pooling import KB, MB, allocated, blocks, check, library, pool, reserved, same, train
+from on_torch.pooling import (
+    KB,
+    MB,
+    allocated,
+    blocks,
+    check,
+    library,
+    old_objects_apart,
+    pool,
+    reserved,
+    same,
+    train,
+)
 
 import xmem
 
-__all__ = ["pool"]
+__all__ = ["old_objects_apart", "pool"]
 
 STRATEGIES = {
     "passthrough": {"strategy": "passthrough"},
@@ -153,6 +165,39 @@ def test_a_size_class_fits_again_and_nothing_larger_than_the_slack_is_given(pool
     assert other.data_ptr() != address
 
 
+@pytest.mark.parametrize("divisions", [1, 3, 5, 8, 10, 1000])
+def test_what_is_freed_of_a_class_serves_the_largest_request_it_says(pool, divisions):
+    """A class is its own class, whole pages or not."""
+    pool.configure({"strategy": "size_class", "divisions": divisions, "slack": 0.0}, None)
+    for size in (MB, 1_300_000, 2_700_001, 4 * MB - 4, 4 * MB, 9_999_999):
+        pool.trim()
+        torch.empty(size, dtype=torch.uint8)
+        held, largest = reserved(pool), pool.stats().largest_free_bytes
+        assert largest >= size
+        again = torch.empty(largest, dtype=torch.uint8)
+        assert reserved(pool) == held
+        del again
+
+
+def test_a_free_piece_that_no_request_would_get_is_no_largest_one(pool):
+    pool.configure({"strategy": "bfc"}, None)
+    live = torch.empty(2 * MB - 16 * KB, dtype=torch.uint8)
+    assert pool.stats().largest_free_bytes == 0  # smaller requests pass through
+    pool.configure({"min_cached": 0}, None)
+    assert pool.stats().largest_free_bytes > 16 * KB
+    del live
+
+
+@strategies
+def test_data_lies_on_cache_lines(pool, values):
+    pool.configure(values, None)
+    sizes = (1, 63, 64, 65, 4000, 64 * KB, 300_001, MB, 5 * MB + 3)
+    live = [torch.empty(size, dtype=torch.uint8) for size in sizes for _ in range(3)]
+    del live[::2]
+    live += [torch.empty(size, dtype=torch.uint8) for size in sizes]
+    assert not any(tensor.data_ptr() % 64 for tensor in live)
+
+
 def test_small_requests_pass_through(pool):
     pool.configure({"strategy": "bfc", "min_cached": MB}, None)
     before = reserved(pool)
@@ -239,9 +284,28 @@ def test_preallocation_that_could_not_be_kept_or_used_is_refused(pool):
     with pytest.raises(xmem.UsageError, match="limit"):
         pool.preallocate(2 * MB)
     pool.set_limit(None)
-    with pytest.raises(torch.OutOfMemoryError, match="one piece") as caught:
-        pool.preallocate(1 << 50)
-    assert isinstance(caught.value, xmem.OutOfMemoryError)
+    for size in (1 << 50, 1 << 62, (1 << 63) - 1, (1 << 63) + 5 * MB, (1 << 64) + MB):
+        with pytest.raises(torch.OutOfMemoryError, match="one piece") as caught:
+            pool.preallocate(size)
+        assert isinstance(caught.value, xmem.OutOfMemoryError)
+    assert check() == 0
+
+
+@pytest.mark.parametrize("strategy", ["bfc", "size_class"])
+def test_preallocation_keeps_to_the_cache_limit_and_the_limit(pool, strategy):
+    pool.configure({"strategy": strategy, "cache_limit": 8 * MB}, None)
+    with pytest.raises(xmem.UsageError, match="cache_limit"):
+        pool.preallocate(8 * MB)  # and a header
+    torch.empty(3 * MB, dtype=torch.uint8)
+    assert pool.preallocate(6 * MB) > 0
+    assert check() == 0
+    assert pool.stats().largest_free_bytes >= 6 * MB
+    pool.configure({"cache_limit": None}, None)
+    torch.empty(9 * MB, dtype=torch.uint8)
+    limit = allocated(pool) + 16 * MB
+    pool.set_limit(limit)
+    pool.preallocate(12 * MB)
+    assert reserved(pool) <= limit
 
 
 def test_the_history_has_the_peak_and_stays_small(pool):

@@ -3,12 +3,18 @@
 Nothing here runs on a GPU: torch.cuda's functions are stand-ins that write down their calls.
 """
 
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from xmem_torch import cuda_pool, cuda_settings
 from xmem_torch.cuda_settings import SETTINGS
+from xmem_torch.sources import CudaSource
 
 import xmem
 
@@ -96,11 +102,14 @@ GOOD = {
     "max_non_split_rounding_mb": [20],
     "garbage_collection_threshold": [0.1, 0.99],
     "roundup_power2_divisions": [1, 8, {256: 1, 512: 2, ">": 8}, {">": 0}],
+    "per_process_memory_fraction": [0, 0.5, 1.0],
+    "throw_on_cudamalloc_oom": [True],
     "release_lock_on_cudamalloc": [True],
     "graph_capture_record_stream_reuse": [True],
     "pinned_use_cuda_host_register": [True],
     "pinned_num_register_threads": [1, 128],
     "pinned_use_background_threads": [False],
+    "pinned_free_catch_all": [True],
     "pinned_reserve_segment_size_mb": [1],
     "pinned_max_round_threshold_mb": [0, 64],
     "pinned_max_cached_size_mb": [0],
@@ -112,12 +121,25 @@ BAD = {
     "max_split_size_mb": [19, -1, 1.5, "20", True, 2**31],
     "max_non_split_rounding_mb": [0, None],
     "garbage_collection_threshold": [0, 1, -0.5, "0.5", True],
-    "roundup_power2_divisions": [0, 3, {}, {3: 1}, {256: 3}, {">": "a"}, {2**20: 1}, "[256:1]"],
+    "roundup_power2_divisions": [
+        0,
+        3,
+        {},
+        {3: 1},
+        {256: 3},
+        {">": "a"},
+        {2**20: 1},
+        "[256:1]",
+        2**70,
+    ],
+    "per_process_memory_fraction": [-0.1, 1.5, "0.5", True, float("nan")],
+    "throw_on_cudamalloc_oom": ["True", 1],
     "release_lock_on_cudamalloc": ["yes"],
     "graph_capture_record_stream_reuse": [0],
     "pinned_use_cuda_host_register": ["True"],
     "pinned_num_register_threads": [0, 3, 256, True],
     "pinned_use_background_threads": [1],
+    "pinned_free_catch_all": [None],
     "pinned_reserve_segment_size_mb": [0],
     "pinned_max_round_threshold_mb": [-1],
     "pinned_max_cached_size_mb": ["1"],
@@ -138,6 +160,51 @@ def test_values_that_pytorch_would_refuse_or_misread_are_refused(name, value):
 
 def test_each_key_has_good_and_bad_values():
     assert set(SETTINGS) == set(GOOD) == set(BAD)
+
+
+def test_each_key_of_pytorchs_own_headers_is_known():
+    """Of a build without CUDA too: what it does not know, it takes in silence."""
+    include = Path(torch.__file__).parent / "include/c10"
+    text = (include / "cuda/CUDAAllocatorConfig.h").read_text()
+    block = re.search(r"unordered_set<std::string> keys\{(.*?)\};", text, re.DOTALL).group(1)
+    joined = re.sub(r'"\s+"', "", re.sub(r"//.*", "", block))
+    keys = {key.replace("hip", "cuda") for key in re.findall(r'"(\w+)"', joined)}
+    assert keys >= {"backend", "release_lock_on_cudamalloc"}
+    assert keys <= set(SETTINGS)
+
+
+FIRST_WINS = """
+import os, sys, torch
+try:
+    torch._C._accelerator_setAllocatorSettings("")
+except ValueError:
+    print(1)  # of the variable that is read
+"""
+
+
+def test_the_variable_that_wins_is_the_one_that_pytorch_reads():
+    first, second, third = cuda_settings.VARIABLES
+    refused = "max_split_size_mb:1"
+    for values in (
+        {first: "max_split_size_mb:64", second: refused, third: refused},
+        {second: "", third: refused},
+    ):
+        said = subprocess.run(
+            [sys.executable, "-c", FIRST_WINS],
+            env={**os.environ, **values},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        ).stdout
+        assert said == ""
+
+
+@pytest.mark.parametrize("text", ["", "max_split_size_mb:64,", ",max_split_size_mb: 64"])
+def test_commas_at_the_ends_are_taken_as_pytorch_takes_them(text):
+    torch._C._accelerator_setAllocatorSettings(text)
+    assert cuda_settings.read(text) == ({"max_split_size_mb": 64} if "64" in text else {})
+    torch._C._accelerator_setAllocatorSettings("")
 
 
 @pytest.mark.parametrize("name", ["large_segment_size_mb", "max_split_size_mb"])
@@ -221,8 +288,42 @@ def test_what_cuda_malloc_async_ignores_is_refused(cuda):
         pool.configure({"max_split_size_mb": 64}, None)
 
 
+def test_the_drivers_pool_tells_what_it_knows_and_zero_of_nothing_else(cuda, monkeypatch):
+    """PyTorch gives what cudaMallocAsync does not count as zero, and raises where it is asked."""
+
+    def refuses(*_):
+        raise RuntimeError("cudaMallocAsync does not support it")
+
+    stats = dict.fromkeys(cuda.stats(), 0)
+    stats |= {"allocated_bytes.all.current": 1024, "allocated_bytes.all.peak": 2048}
+    stats |= {"reserved_bytes.all.current": 4096, "reserved_bytes.all.peak": 8192}
+    cuda.backend = "cudaMallocAsync"
+    monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", refuses)
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", refuses)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: stats)
+    pool = cuda_pool.CudaPool()
+    found, counters = pool.stats(), CudaSource().counters()
+    assert (found.allocated_bytes, found.peak_allocated_bytes) == (1024, 2048)
+    assert (found.reserved_bytes, found.peak_reserved_bytes) == (4096, 8192)
+    assert found.segment_count is found.allocation_count is found.free_count is None
+    assert found.out_of_memory_count is found.largest_free_bytes is found.retry_count is None
+    assert (counters.allocated_bytes, counters.peak_allocated_bytes) == (1024, 2048)
+    assert counters.allocation_count is counters.out_of_memory_count is None
+    with pytest.raises(xmem.CapabilityError, match="cudaMallocAsync"):
+        pool.segments()
+    assert {"segments", "refusal"} <= set(pool.gaps)
+
+
 @pytest.mark.parametrize(
-    "text", ["bogus:1", "max_split_size_mb:1", "expandable_segments:yes", "max_split_size_mb"]
+    "text",
+    [
+        "bogus:1",
+        "max_split_size_mb:1",
+        "max_split_size_mb:64_0",
+        "expandable_segments:yes",
+        "max_split_size_mb",
+        "roundup_power2_divisions:[256:1",
+    ],
 )
 def test_nonsense_in_the_environment_is_named(cuda, monkeypatch, text):
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", text)
@@ -235,7 +336,9 @@ def test_variables_that_differ_are_warned_about(cuda, monkeypatch):
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128")
     with pytest.warns(xmem.XmemWarning, match="differ"):
         pool = cuda_pool.CudaPool()
-    assert pool.in_force()["max_split_size_mb"] == 64
+    assert pool.in_force()["max_split_size_mb"] == 128
+    with pytest.raises(xmem.UsageError, match="PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:128,b"):
+        pool.configure({"backend": "cudaMallocAsync"}, None)
 
 
 @pytest.mark.parametrize("policy", ["trim_and_retry", "spill"])
@@ -294,7 +397,7 @@ def test_a_refusal_that_cannot_be_described_does_not_hide_the_error(cuda, monkey
     pool = cuda_pool.CudaPool()
 
     def fails():
-        raise RuntimeError("CUDA error")
+        raise KeyError("another shape")
 
     monkeypatch.setattr(torch.cuda, "memory_snapshot", fails)
     cuda.observer(0, 10**6, 8 * GIB, 123)

@@ -6,12 +6,21 @@ import sys
 
 import pytest
 import torch
-from on_torch.pooling import KB, MB, allocated, check, library, pool, reserved
+from on_torch.pooling import (
+    KB,
+    MB,
+    allocated,
+    check,
+    library,
+    old_objects_apart,
+    pool,
+    reserved,
+)
 from torch import nn
 
 import xmem
 
-__all__ = ["pool"]
+__all__ = ["old_objects_apart", "pool"]
 
 each_strategy = pytest.mark.parametrize("strategy", ["passthrough", "size_class", "bfc"])
 
@@ -89,6 +98,18 @@ def test_a_refusal_by_the_system_has_no_limit(pool):
     assert pool.refusal().requested_bytes == 1 << 50
 
 
+@pytest.mark.parametrize("size", [(1 << 63) - 1, 1 << 63, (1 << 64) - 1, 1 << 64, 10**30])
+def test_a_bound_that_no_machine_reaches_refuses_nothing(pool, backend, size):
+    for bound in (pool.set_limit, backend.measure.set_limit):
+        bound(size)
+        assert torch.ones(MB).sum() == MB
+        assert pool.stats().limit_bytes == (1 << 63) - 1
+        bound(None)
+    pool.configure({"strategy": "bfc", "cache_limit": size}, None)
+    torch.empty(8 * MB, dtype=torch.uint8)
+    assert reserved(pool) >= 8 * MB
+
+
 @pytest.mark.parametrize("size", [1 << 46, 1 << 50, (1 << 62) + 1, (1 << 63) - 1])
 @each_strategy
 def test_sizes_that_no_machine_has_leave_the_pool_whole(pool, strategy, size):
@@ -96,6 +117,7 @@ def test_sizes_that_no_machine_has_leave_the_pool_whole(pool, strategy, size):
     pool.set_limit((1 << 62) - 1)
     with pytest.raises(torch.OutOfMemoryError):
         torch.empty(size, dtype=torch.uint8)
+    assert pool.refusal().requested_bytes == size
     assert check() == 0
     assert torch.ones(MB).sum() == MB
 
@@ -181,6 +203,16 @@ def test_garbage_is_collected_and_the_request_tried_again(pool):
         assert pool.stats().out_of_memory_count == before.out_of_memory_count + 1
     finally:
         gc.enable()
+
+
+def test_a_request_is_counted_once_however_often_it_is_tried(pool):
+    pool.configure({}, "trim_and_retry")
+    before = pool.stats()
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(1 << 50, dtype=torch.uint8)
+    after = pool.stats()
+    assert after.retry_count == before.retry_count + 1
+    assert after.out_of_memory_count == before.out_of_memory_count + 1
 
 
 def test_without_the_policy_nothing_is_tried_again(pool):
@@ -329,12 +361,13 @@ class Late:
             print("refused")
 atexit.register(Late)
 pool = xmem.use("torch", device="cpu").pool
-pool.configure({"strategy": STRATEGY}, "trim_and_retry")
+pool.configure({"strategy": "bfc"}, "trim_and_retry")  # small requests pass through
 kept = Late(); kept.myself = kept; kept.tensor = torch.ones(1 << 20)
 sys.kept = Late(), torch.ones(1 << 20)
 def work():
-    for _ in range(300):
+    for _ in range(100):
         torch.empty(50_000)
+        torch.empty(5_000)
     work.kept = torch.ones(1 << 18)
 threads = [threading.Thread(target=work) for _ in range(4)]
 for thread in threads:
@@ -344,10 +377,9 @@ model(torch.ones(300, 300)).sum().backward()
 """
 
 
-@pytest.mark.parametrize("strategy", ["passthrough", "bfc"])
-def test_a_process_ends_well_though_its_last_acts_are_refused(strategy):
+def test_a_process_ends_well_though_its_last_acts_are_refused():
     ran = subprocess.run(
-        [sys.executable, "-c", EXIT.replace("STRATEGY", repr(strategy))],
+        [sys.executable, "-c", EXIT],
         capture_output=True,
         text=True,
         timeout=60,

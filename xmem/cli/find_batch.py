@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from xmem.batch_size import BatchSize, Try
+    from xmem.batch_records import BatchSize, Try
     from xmem.report.tables import Table
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import os
 import signal
 import subprocess
@@ -14,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from xmem.children import deaths_survived, end
 from xmem.conformance.techniques import technique
 from xmem.errors import BackendNotFoundError, SchemaError, unknown
 from xmem.report.model import Case, Machine, Result, read_json, write_json
@@ -124,7 +123,7 @@ def run_case(
     path.unlink(missing_ok=True)
     log_path = path.with_suffix(".log")
     begin = time.perf_counter()
-    with log_path.open("wb") as log, _deaths_survived():
+    with log_path.open("wb") as log, deaths_survived():
         process = subprocess.Popen(
             [
                 sys.executable,
@@ -142,7 +141,7 @@ def run_case(
         try:
             code = _wait(process, timeout_seconds, log_path, on_status)
         finally:
-            _end(process)
+            end(process)
     reason = None
     if path.exists():
         try:
@@ -158,26 +157,6 @@ def run_case(
     )
     write_json(result, path)
     return result
-
-
-@contextlib.contextmanager
-def _deaths_survived() -> Iterator[None]:
-    """Take the system's default answer to the death of a child while a worker runs.
-
-    Who loads Jittor 1.3.11 gets a handler (its src/utils/log.cc) that ends the whole process as
-    soon as any child is killed by a signal: the row of one crashed worker would be the last. It
-    serves Jittor's own data loaders, so it is put back. C handlers are unknown to Python's signal
-    module; the saved one is opaque here.
-    """
-    libc = ctypes.CDLL(None)
-    saved = ctypes.create_string_buffer(1024)  # more than any struct sigaction
-    libc.sigaction(int(signal.SIGCHLD), None, saved)
-    libc.signal.restype = ctypes.c_void_p
-    libc.signal(int(signal.SIGCHLD), ctypes.c_void_p(0))  # SIG_DFL
-    try:
-        yield
-    finally:
-        libc.sigaction(int(signal.SIGCHLD), saved, None)
 
 
 def _wait(
@@ -210,13 +189,6 @@ def _wait(
 def _environment(case: Case) -> dict[str, str]:
     threads = str(case.threads)
     return {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a worker and whatever it started (compilers)."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def _reason(code: int | None, timeout_seconds: float, log_path: Path) -> str:

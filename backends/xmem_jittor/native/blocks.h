@@ -53,8 +53,10 @@ std::vector<BlockRow> list_blocks(SFRLAllocator& pool, const std::vector<Record>
     for (size_t id = 0; id < records.size(); id++)
         if (records[id].live) add(behind(id), &records[id]);
     for_each_free(pool, [&](CachingBlock* block) { add(block, nullptr); });
-    std::sort(rows.begin(), rows.end(),
-              [](const BlockRow& a, const BlockRow& b) { return a.address < b.address; });
+    // An empty tensor's block has no bytes, and the address of the block behind it.
+    std::sort(rows.begin(), rows.end(), [](const BlockRow& a, const BlockRow& b) {
+        return a.address != b.address ? a.address < b.address : a.size < b.size;
+    });
     return rows;
 }
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from xmem.errors import MeasurementError
 from xmem.native import Source, compile_library
 from xmem.records import CATEGORIES
 
@@ -88,6 +89,7 @@ def load(compiler: str) -> Any:
     pointer = ctypes.POINTER
     signatures: dict[str, tuple[Any, tuple[Any, ...]]] = {
         "install": (int32, ()),
+        "displaced": (int32, ()),
         "uninstall": (int32, ()),
         "counters": (None, (pointer(int64),)),
         "reset_peak": (None, ()),
@@ -110,6 +112,34 @@ def load(compiler: str) -> Any:
         function = getattr(library, f"xmem_torch_{name}")
         function.restype, function.argtypes = result, arguments
     return library
+
+
+_NO_LIMIT = -1
+_MOST = 2**63 - 1
+
+
+def number(size_bytes: int | None) -> int:
+    """Return a size as the library takes it: none is -1. ctypes would cut off what is too large."""
+    return _NO_LIMIT if size_bytes is None else min(size_bytes, _MOST)
+
+
+def size_or_none(found: int) -> int | None:
+    """Return a size that the library tells."""
+    return None if found == _NO_LIMIT else found
+
+
+def install(library: Any) -> None:
+    """Let PyTorch take memory from our allocator.
+
+    Raises:
+        MeasurementError: another one has been set, with a higher priority.
+    """
+    if library.xmem_torch_install() < 0:
+        raise MeasurementError(
+            "another allocator has taken PyTorch's CPU memory with a higher priority than xmem's"
+            " (c10::SetCPUAllocator, 100), so nothing can be counted or limited. Do not load what"
+            " sets it"
+        )
 
 
 def graph_task_probe() -> int | None:

@@ -28,21 +28,32 @@ constexpr uint8_t kPriority = 100;
 
 extern "C" {
 
-// Returns 1 if this call installed the allocator.
+// Returns 1 if this call installed the allocator, 0 if it is in place, -1 if another one is there
+// with a higher priority.
 int xmem_torch_install() {
   c10::Allocator* now = c10::GetCPUAllocator();
   if (installed != nullptr && now == installed) return 0;
   if (installed == nullptr) {
     installed = new PoolAllocator();
     state();
-    // A fork in one thread (DataLoader workers) must not leave the lock held in the child.
+    // A fork in one thread (DataLoader workers) must not leave the lock held in the child, nor room
+    // under the limit to requests of threads that the child does not have.
     pthread_atfork([] { state().mutex.lock(); }, [] { state().mutex.unlock(); },
-                   [] { state().mutex.unlock(); });
+                   [] {
+                     state().pending = 0;
+                     state().mutex.unlock();
+                   });
   }
+  c10::SetCPUAllocator(installed, kPriority);  // does nothing where a higher priority was set
+  if (c10::GetCPUAllocator() != installed) return -1;
   previous = now;
   set_in_use(true);
-  c10::SetCPUAllocator(installed, kPriority);
   return 1;
+}
+
+// Whether another allocator has taken the place of ours, which was not taken out.
+int xmem_torch_displaced() {
+  return state().pool.in_use && c10::GetCPUAllocator() != installed;
 }
 
 // Puts the previous allocator back; returns 1 if ours was in place. Live blocks keep its deleter.
@@ -96,24 +107,32 @@ void xmem_torch_configure(int strategy, int64_t segment, int64_t reserve_per_mil
 
 int64_t xmem_torch_trim() { return trim(); }
 
-// Returns the bytes that are new, or -1 where the system has no more.
+// Returns the bytes that are new, -1 where the system has no more, or -2 where the segment would be
+// more than may be cached.
 int64_t xmem_torch_preallocate(int64_t bytes) {
-  Returned returned;
+  if (bytes >= kAbsurd) return -1;
   State& s = state();
   Want want{};
-  {
-    Guard guard(s.mutex);
-    if (s.pool.largest_free() >= bytes) return 0;
-    want = s.pool.want(bytes, kNoLimit, true, returned);
+  Block* segment = nullptr;
+  for (bool everything : {false, true}) {
+    {
+      Returned returned;
+      Guard guard(s.mutex);
+      if (s.pool.largest_free() >= bytes) return 0;
+      want = s.pool.want(bytes, s.limit, true, returned);
+      if (!s.pool.make_room(want.size, everything, returned)) return -2;
+    }
+    segment = new_segment(want.size, want.kind, want.origin, want.huge);
+    if (segment != nullptr) break;
   }
-  Block* segment = new_segment(want.size, want.kind, want.origin, want.huge);
   if (segment == nullptr) return -1;
+  Returned returned;
   Guard guard(s.mutex);
   if (want.kind == kPassthrough || want.kind != s.pool.settings.strategy) {
     returned.add(segment);  // the strategy has changed meanwhile
     return 0;
   }
-  s.pool.adopt_free(segment);
+  s.pool.adopt_free(segment, returned);
   return want.size;
 }
 

@@ -8,6 +8,7 @@ namespace xmem_torch {
 
 constexpr int kCategories = 8;   // xmem.records.CATEGORIES, in its order; 0 is "temporary"
 constexpr int64_t kHeader = 64;  // keeps the data on a cache line
+constexpr int64_t kAbsurd = int64_t{1} << 60;  // no machine has it, and sums cannot overflow
 
 enum Kind : uint8_t { kPassthrough, kSizeClass, kBfc, kKinds };
 enum Origin : uint8_t { kHeap, kMapped };

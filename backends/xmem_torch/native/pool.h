@@ -43,10 +43,11 @@ class Pool {
   explicit Pool(Counters& counters) : counters_(counters) {}
 
   int64_t cached() const { return bins_[kSizeClass].bytes() + bins_[kBfc].bytes(); }
+  // The largest request that can be met from what is held.
   int64_t largest_free() const {
     if (settings.strategy == kPassthrough) return 0;
-    const int64_t size = bins_[settings.strategy].largest_size();
-    return size == 0 ? 0 : size - kHeader;
+    const int64_t bytes = bins_[settings.strategy].largest_size() - kHeader;
+    return kind_for(bytes) == kPassthrough ? 0 : std::max<int64_t>(bytes, 0);
   }
   const Bins& bins(Kind kind) const { return bins_[kind]; }
 
@@ -92,10 +93,20 @@ class Pool {
     return segment;
   }
 
+  // Gives back what must go, or everything, before a free segment comes; says whether that may be
+  // cached at all.
+  bool make_room(int64_t size, bool everything, Returned& returned) {
+    const int64_t bound = settings.cache_limit_bytes;
+    if (bound != kNoLimit && size > bound) return false;
+    if (everything || bound != kNoLimit) shrink(everything ? 0 : bound - size, returned);
+    return true;
+  }
+
   // Takes in a new segment that is free.
-  void adopt_free(Block* segment) {
+  void adopt_free(Block* segment, Returned& returned) {
     counters_.reserve(segment->size);
     bins_[segment->kind].insert(segment);
+    keep_to_bound(returned);
   }
 
   void give_back(Block* block, Returned& returned) {
@@ -116,8 +127,8 @@ class Pool {
     bins_[block->kind].insert(block);
     if (block->kind != settings.strategy || !in_use)
       drop_if_whole(block, returned);
-    else if (settings.cache_limit_bytes != kNoLimit)
-      shrink(settings.cache_limit_bytes, returned);
+    else
+      keep_to_bound(returned);
   }
 
   // Gives whole free segments back to the system, largest first, until no more than `keep` bytes
@@ -133,12 +144,14 @@ class Pool {
     return before - counters_.reserved;
   }
 
-  // What a request takes of a size class.
+  // What a request takes of a size class: so many whole pages behind a power of two. A class is its
+  // own class, or what is freed would not fit again.
   int64_t class_size(int64_t bytes) const {
     const int64_t size = size_for(bytes);
+    if (size <= page_size()) return page_size();
     const int64_t power = int64_t{1} << (63 - __builtin_clzll(static_cast<uint64_t>(size)));
-    const int64_t step = power / settings.divisions;
-    return round_up(size, step < page_size() ? page_size() : step);
+    const int64_t step = round_up(power / settings.divisions, page_size());
+    return std::min(power + round_up(size - power, step), 2 * power);
   }
 
  private:
@@ -155,6 +168,10 @@ class Pool {
 
   Kind kind_for(int64_t bytes) const {
     return bytes < settings.min_cached_bytes ? kPassthrough : settings.strategy;
+  }
+
+  void keep_to_bound(Returned& returned) {
+    if (settings.cache_limit_bytes != kNoLimit) shrink(settings.cache_limit_bytes, returned);
   }
 
   void split(Block* block, int64_t size) {

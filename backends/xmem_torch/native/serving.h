@@ -5,8 +5,10 @@
 #include <c10/core/CPUAllocator.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <limits>
 #include <mutex>
 
 #include "block.h"
@@ -14,8 +16,6 @@
 #include "state.h"
 
 namespace xmem_torch {
-
-constexpr int64_t kAbsurd = int64_t{1} << 62;  // no machine has it, and sums cannot overflow
 
 // Python's answer to a request that cannot be met: collects garbage. Called without the lock.
 using OnOom = void (*)(int64_t bytes);
@@ -36,9 +36,22 @@ inline void release(void* data) {
 
 enum class Failure { kNone, kLimit, kSystem };
 
+// How a request goes: whether it has been tried again, and what was there when it failed.
+struct Course {
+  Failure failure = Failure::kNone;
+  bool retried = false;
+  int64_t allocated = 0, limit = kNoLimit;
+
+  void retry(State& s) {
+    if (!retried) ++s.counters.retries;
+    retried = true;
+  }
+};
+
 // Asks the system, without the lock. What is let in counts against the limit at once (`pending`),
 // so that two threads cannot pass it together, and as allocated when the block is there.
-inline Block* ask_system(State& s, std::unique_lock<std::mutex>& lock, int64_t bytes) {
+inline Block* ask_system(State& s, std::unique_lock<std::mutex>& lock, int64_t bytes,
+                         Course& course) {
   Block* segment = nullptr;
   for (bool least : {false, true}) {
     Want want{};
@@ -46,7 +59,7 @@ inline Block* ask_system(State& s, std::unique_lock<std::mutex>& lock, int64_t b
       Returned returned;
       if (least) {
         lock.lock();
-        ++s.counters.retries;
+        course.retry(s);
         s.pool.shrink(0, returned);
       }
       want = s.pool.want(bytes, s.limit, least, returned);
@@ -61,25 +74,27 @@ inline Block* ask_system(State& s, std::unique_lock<std::mutex>& lock, int64_t b
   return segment == nullptr ? nullptr : s.pool.adopt(segment, bytes);
 }
 
-inline Block* obtain(int64_t bytes, bool last, Failure& failure) {
+inline Block* obtain(int64_t bytes, bool last, Course& course) {
   State& s = state();
   std::unique_lock<std::mutex> lock(s.mutex);
   Block* block = nullptr;
-  failure = Failure::kNone;
   if (s.over_limit(bytes)) {
-    failure = Failure::kLimit;
+    course.failure = Failure::kLimit;
   } else {
     if (bytes < kAbsurd) {
       block = s.pool.take(bytes);
-      if (block == nullptr) block = ask_system(s, lock, bytes);
+      if (block == nullptr) block = ask_system(s, lock, bytes, course);
     }
-    if (block == nullptr) failure = Failure::kSystem;
+    if (block == nullptr) course.failure = Failure::kSystem;
   }
-  if (block != nullptr)
+  if (block != nullptr) {
     s.counters.enlist(block, bytes);
-  else if (last)
-    s.refuse(bytes, failure == Failure::kLimit);
-  return block;
+    return block;
+  }
+  course.allocated = s.counters.current;
+  course.limit = s.limit;
+  if (last) s.refuse(bytes, course.failure == Failure::kLimit);
+  return nullptr;
 }
 
 inline int64_t trim() {
@@ -97,31 +112,24 @@ inline void set_in_use(bool value) {
 }
 
 // Lets Python collect garbage, and gives the cache back.
-inline void answer(OnOom callback, int64_t bytes) {
+inline void answer(OnOom callback, int64_t bytes, Course& course) {
   answering = true;  // what the answer itself asks for is not answered again
   callback(bytes);
   answering = false;
   Returned returned;
   State& s = state();
   std::lock_guard<std::mutex> guard(s.mutex);
-  ++s.counters.retries;
+  course.retry(s);
   s.pool.shrink(0, returned);
 }
 
-[[noreturn]] inline void fail(size_t size, Failure failure) {
+[[noreturn]] inline void fail(size_t size, const Course& course) {
   c10::profiledCPUMemoryReporter().OutOfMemory(size);
-  State& s = state();
-  int64_t in_use = 0, limit = 0;
-  {
-    std::lock_guard<std::mutex> guard(s.mutex);
-    in_use = s.refusal.allocated;
-    limit = s.refusal.limit;
-  }
-  TORCH_CHECK_WITH(OutOfMemoryError, failure == Failure::kSystem,
-                   "CPU out of memory. Tried to allocate ", size, " bytes; ", in_use,
-                   " bytes are allocated and the limit is ", limit, " bytes.");
+  TORCH_CHECK_WITH(OutOfMemoryError, course.failure == Failure::kSystem,
+                   "CPU out of memory. Tried to allocate ", size, " bytes; ", course.allocated,
+                   " bytes are allocated and the limit is ", course.limit, " bytes.");
   TORCH_CHECK_WITH(OutOfMemoryError, false, "CPU out of memory. The system has no ", size,
-                   " bytes left; ", in_use, " bytes are allocated.");
+                   " bytes left; ", course.allocated, " bytes are allocated.");
   __builtin_unreachable();
 }
 
@@ -129,15 +137,16 @@ struct PoolAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t size) override {
     const c10::Device device(c10::kCPU);
     if (size == 0) return {nullptr, nullptr, &release, device};
-    const int64_t bytes = size < static_cast<size_t>(kAbsurd) ? static_cast<int64_t>(size) : kAbsurd;
-    Failure failure;
+    constexpr size_t most = std::numeric_limits<int64_t>::max();
+    const auto bytes = static_cast<int64_t>(std::min(size, most));
+    Course course;
     const OnOom callback = answering ? nullptr : on_oom.load();
-    Block* block = obtain(bytes, callback == nullptr, failure);
+    Block* block = obtain(bytes, callback == nullptr, course);
     if (block == nullptr && callback != nullptr) {
-      answer(callback, bytes);
-      block = obtain(bytes, true, failure);
+      answer(callback, bytes, course);
+      block = obtain(bytes, true, course);
     }
-    if (block == nullptr) fail(size, failure);
+    if (block == nullptr) fail(size, course);
     void* data = block->data();
     c10::profiledCPUMemoryReporter().New(data, size);
     return {data, data, &release, device};

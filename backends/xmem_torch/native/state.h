@@ -36,7 +36,7 @@ struct State {
   int (*graph_task)() = nullptr;  // torch::autograd::get_current_graph_task_id
 
   bool over_limit(int64_t bytes) const {
-    return limit != kNoLimit && counters.current + pending + bytes > limit;
+    return limit != kNoLimit && bytes > limit - counters.current - pending;  // no overflow
   }
 
   void refuse(int64_t requested, bool by_limit) {
