@@ -84,8 +84,7 @@ def markdown(diagnosis: Diagnosis) -> str:
         parts.append(["## By category", "", *_table(("category", "size", "share"), shown)])
     if diagnosis.owners:
         owners = [
-            (o.name, o.category, str(o.block_count), _exact(o.size_bytes))
-            for o in diagnosis.owners
+            (o.name, o.category, str(o.block_count), _exact(o.size_bytes)) for o in diagnosis.owners
         ]
         parts.append(
             ["## Largest owners", "", *_table(("owner", "category", "blocks", "size"), owners)]

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xmem import accumulating
+from xmem import accumulating, scaling
 from xmem.api import active
 from xmem.diagnosis_text import markdown, text
 from xmem.errors import OutOfMemoryError, UsageError, XmemError, XmemWarning
@@ -141,6 +141,7 @@ class OomGuard(AbstractContextManager["OomGuard"]):
         del stack
         for optimizer in self._optimizers if backward else ():
             accumulating.mark_unscaled(optimizer, unscaled=False)
+            scaling.forget(optimizer)
             self._backend.training.zero_grad(optimizer)
         try:
             raise raised

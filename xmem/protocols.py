@@ -263,6 +263,9 @@ class Scaler(Protocol):
     def update(self, new_scale: float | None) -> None:
         """Set a new scale, or let it back off or grow."""
 
+    def forget(self, optimizer: Any) -> None:
+        """Take the optimizer's next gradients for scaled ones: those it had are gone."""
+
     def get_scale(self) -> float:
         """Return the scale."""
 

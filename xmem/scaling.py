@@ -14,6 +14,14 @@ from typing import Any
 from xmem import accumulating, api, in_backward, loop
 from xmem.errors import UsageError
 
+_scalers: weakref.WeakSet[GradScaler] = weakref.WeakSet()
+
+
+def forget(optimizer: Any) -> None:
+    """Let no scaler take an optimizer's next gradients for unscaled: a step of it has failed."""
+    for scaler in list(_scalers):
+        scaler._forget(optimizer)
+
 
 class GradScaler:
     """Scales losses, and steps only where no gradient overflowed.
@@ -65,7 +73,8 @@ class GradScaler:
         )
         self._unscaled: weakref.WeakSet[Any] = weakref.WeakSet()
         self._stepped: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._steps = 0
+        if enabled:
+            _scalers.add(self)
 
     def scale(self, loss: Any) -> Any:
         """Return the loss, a scalar, multiplied by the scale.
@@ -134,6 +143,11 @@ class GradScaler:
             accumulating.mark_unscaled(optimizer, unscaled=False)
         self._stepped.clear()
         self._unscaled.clear()
+
+    def _forget(self, optimizer: Any) -> None:
+        self._scaler.forget(optimizer)
+        self._unscaled.discard(optimizer)
+        self._stepped.discard(optimizer)
 
     def get_scale(self) -> float:
         """Return the scale; 1.0 where scaling is disabled. Waits for the last update."""

@@ -15,7 +15,7 @@ and `put_back` says how many.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +23,7 @@ from typing import Any
 import jittor as jt
 
 from xmem.containers import leaves
+from xmem.following import replacing
 from xmem.sizes import format_size
 from xmem_jittor import gradients, native, ran_out, scaling
 from xmem_jittor.masters import masters_of, round_again
@@ -157,26 +158,27 @@ def following(model: Any, optimizer: Any) -> Iterator[Followed]:
     _run_pending(held_by(model, optimizer))
     followed = Followed(model, optimizer)
     followed.note()
-    original, depth = jt.grad, 0
+    depth = 0
 
-    def grad(loss: Any, targets: Any, retain_graph: bool = True) -> Any:
-        nonlocal depth
-        if depth == 0 and followed in _followed:
-            followed.note()
-        depth += 1
+    def noting(original: Callable[..., Any]) -> Callable[..., Any]:
+        def grad(loss: Any, targets: Any, retain_graph: bool = True) -> Any:
+            nonlocal depth
+            if depth == 0:
+                followed.note()
+            depth += 1
+            try:
+                return original(loss, targets, retain_graph)
+            finally:
+                depth -= 1
+
+        return grad
+
+    with replacing(jt, "grad", noting):
+        _followed.append(followed)
         try:
-            return original(loss, targets, retain_graph)
+            yield followed
         finally:
-            depth -= 1
-
-    jt.grad = grad
-    _followed.append(followed)
-    try:
-        yield followed
-    finally:
-        _followed.remove(followed)
-        if jt.grad is grad:  # else somebody has wrapped it since, who calls it still
-            jt.grad = original
+            _followed.remove(followed)
 
 
 def _run_pending(tensors: list[Any]) -> None:

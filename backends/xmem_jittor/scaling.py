@@ -51,7 +51,7 @@ _scalers: WeakSet[Scaler] = WeakSet()
 def forget(optimizer: Any) -> None:
     """Let no scaler take the next gradients of an optimizer for those that it has unscaled."""
     for scaler in _scalers:
-        scaler._found.pop(optimizer, None)
+        scaler.forget(optimizer)
 
 
 class Scaler:
@@ -132,6 +132,10 @@ class Scaler:
                 self._set(self._scale * self._growth_factor)
                 self._growth_tracker = 0
         self._found.clear()
+
+    def forget(self, optimizer: Any) -> None:
+        """Drop what was found in its gradients since the last update."""
+        self._found.pop(optimizer, None)
 
     def _set(self, scale: float) -> None:
         if scale <= np.finfo(np.float32).max:

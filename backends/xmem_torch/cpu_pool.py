@@ -163,8 +163,8 @@ class CpuPool:
         """Read the allocator."""
         if self._library.xmem_torch_displaced():
             warnings.warn(
-                "another allocator has taken the place of xmem's (c10::SetCPUAllocator): what is made"
-                " since is not counted. Call xmem.use() after what sets it",
+                "another allocator has taken the place of xmem's (c10::SetCPUAllocator): what is"
+                " made since is not counted. Call xmem.use() after what sets it",
                 XmemWarning,
                 stacklevel=4,
             )

@@ -70,6 +70,11 @@ class Scaler:
             self.load_state_dict({**self.state_dict(), "scale": new_scale})
         self._unscaled.clear()
 
+    def forget(self, optimizer: Any) -> None:
+        """Drop what PyTorch noted of it since the last update."""
+        self._scaler._per_optimizer_states.pop(id(optimizer), None)
+        self._unscaled.discard(optimizer)
+
     def get_scale(self) -> float:
         """Read it from the device."""
         return float(self._scaler.get_scale())

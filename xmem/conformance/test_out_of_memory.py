@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
 import xmem
@@ -160,6 +161,40 @@ def test_gradients_of_a_step_that_failed_are_not_added_to_the_next(backend: Back
     assert _told(error).phase == "backward"
     assert [_guarded(run), _guarded(run)] == expected[3:]
     assert static <= _allocated(backend)
+
+
+def test_a_scaler_takes_the_next_gradients_for_scaled_ones(backend: Backend) -> None:
+    """Those that it had unscaled went with the step that failed; the losses are as without it."""
+    need(backend, "precision")
+    losses = []
+    for fails in (False, True):
+        run = _run(backend)
+        scaler = xmem.GradScaler(1024.0)
+
+        def step(
+            run: SmallRun = run, scaler: xmem.GradScaler = scaler, fail: bool = False
+        ) -> float:
+            with oom_guard(model=run.model, optimizer=run.optimizer):
+                loss = run.loss()
+                xmem.backward(scaler.scale(loss), run.optimizer)
+                scaler.unscale_(run.optimizer)
+                if fail:
+                    backend.measure.synchronize()
+                    backend.pool.set_limit(1)
+                    backend.models.tensor(np.ones(1 << 16, np.float32))
+                    backend.measure.synchronize()
+                scaler.step(run.optimizer)
+            scaler.update()
+            xmem.zero_grad(run.optimizer)
+            return backend.models.item(loss)
+
+        found = [step(), step()]
+        if fails:
+            with pytest.raises(xmem.OutOfMemoryError):
+                step(fail=True)
+            backend.pool.set_limit(None)
+        losses.append(found + [step() for _ in range(3)])
+    assert losses[0] == losses[1]
 
 
 def test_a_report_is_written_and_read(backend: Backend, tmp_path: Path) -> None:
