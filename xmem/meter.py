@@ -53,8 +53,8 @@ def refuse_open_block(what: str) -> None:
     """
     if _open is not None:
         raise MeasurementError(
-            f"{what} would reset the peak of the measured block that is open, and there is one"
-            " peak to be had. Call it before or after the block."
+            f"a block of xmem.measure is open, and {what} would reset its peak; there is one peak"
+            " to be had. Call it before or after the block."
         )
 
 

@@ -42,8 +42,10 @@ _CUDA = """
     const int64 blocks = (in0->num + 255) / 256;
     look<<<blocks < 4096 ? blocks : 4096, 256>>>((const {word}*)in0_p, in0->num, (int*)out0_p);
 """
-_SMALLEST = float(np.finfo(np.float32).tiny)
 
+# Of float32, normal. Not np.finfo: it warns where a library has had denormals flushed to zero.
+_SMALLEST = 2.0**-126
+_LARGEST = (2 - 2.0**-23) * 2.0**127
 
 _scalers: WeakSet[Scaler] = WeakSet()
 
@@ -138,7 +140,7 @@ class Scaler:
         self._found.pop(optimizer, None)
 
     def _set(self, scale: float) -> None:
-        if scale <= np.finfo(np.float32).max:
+        if scale <= _LARGEST:
             self._scale = float(np.float32(scale))
 
     def get_scale(self) -> float:

@@ -1,6 +1,7 @@
 """Ten planted leaks are found and named within 20 steps; ten clean runs raise no alarm."""
 
 import functools
+import gc
 from collections import OrderedDict, deque
 
 import pytest
@@ -117,10 +118,14 @@ class Sample:
 
 
 def reference_cycles(loop, watch):
-    for _ in range(STEPS):
-        loop.train()
-        Sample(torch.zeros(1000))
-        watch.step()
+    gc.disable()  # else it depends on what has run before when they are collected
+    try:
+        for _ in range(STEPS):
+            loop.train()
+            Sample(torch.zeros(1000))
+            watch.step()
+    finally:
+        gc.enable()
 
 
 PLANTED = {
