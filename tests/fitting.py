@@ -140,3 +140,13 @@ def is_alive(pid):
     except OSError:
         return False
     return text.rsplit(")", 1)[1].split()[0] != "Z"
+
+
+def stays(pid, seconds=10.0):
+    """Say whether a process goes on; one that has been killed may take a moment to end."""
+    deadline = time.monotonic() + seconds
+    while is_alive(pid):
+        if time.monotonic() > deadline:
+            return True
+        time.sleep(0.02)
+    return False

@@ -279,6 +279,6 @@ def test_an_open_measured_block_is_refused(fitting, monkeypatch):
     from xmem import meter
 
     monkeypatch.setattr(meter, "_open", object())
-    with pytest.raises(MeasurementError, match="measured block"):
+    with pytest.raises(MeasurementError, match=r"xmem\.measure is open"):
         find(plain, budget=10**6)
     assert xmem.active().name == "fitting"

@@ -30,7 +30,7 @@ def test_the_tries_are_run_in_one_other_process_that_ends(fitting, tmp_path):
     pids = {pid for _, pid in steps_of(log)}
     assert len(pids) == 1
     assert os.getpid() not in pids
-    assert not any(map(fits.is_alive, pids))
+    assert not any(map(fits.stays, pids))
     assert len(steps_of(log)) == found.full_steps
     assert fitting.MEASURE.allocated == fitting.MEASURE.peak == 0
     own = find(plain, budget=peak_of(100), isolate=False)
@@ -66,7 +66,7 @@ def test_a_try_that_hangs_is_ended_with_all_that_it_started(fitting, tmp_path):
     assert found.limited_by == "time"
     assert found == max(t.size for t in found.tries if t.fits) <= 11
     assert [t.how for t in found.tries][-1] == "stopped"
-    assert not any(fits.is_alive(int(pid)) for pid in pids.read_text().split())
+    assert not any(fits.stays(int(pid)) for pid in pids.read_text().split())
 
 
 def test_a_try_that_hangs_without_a_time_limit_does_not_fit(fitting, tmp_path, monkeypatch):
@@ -85,7 +85,7 @@ def test_a_crash_is_seen_though_a_forked_process_holds_the_socket(fitting, tmp_p
     begun = time.monotonic()
     assert find(functools.partial(plain, on_step=on_step), budget=peak_of(100), maximum=12) == 11
     assert time.monotonic() - begun < 30
-    assert not fits.is_alive(int(pids.read_text()))
+    assert not fits.stays(int(pids.read_text()))
 
 
 def test_a_step_that_leaves_python_is_an_error_and_no_size_that_does_not_fit(fitting):
@@ -107,7 +107,7 @@ def test_ctrl_c_leaves_no_process(fitting, tmp_path):
     thread.start()
     with pytest.raises(KeyboardInterrupt):
         find(make, budget=peak_of(100), time_limit=60)
-    assert not any(fits.is_alive(int(pid)) for pid in pids.read_text().split())
+    assert not any(fits.stays(int(pid)) for pid in pids.read_text().split())
 
 
 def test_the_process_does_not_outlive_one_that_is_killed(fitting, tmp_path):
@@ -134,11 +134,9 @@ def test_the_process_does_not_outlive_one_that_is_killed(fitting, tmp_path):
     finally:
         process.kill()
         process.wait()
-    deadline = time.monotonic() + 10
-    while fits.is_alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    stays = fits.stays(pid)
     os.kill(grandchild, signal.SIGKILL)
-    assert not fits.is_alive(pid)
+    assert not stays
 
 
 def test_what_steps_print_does_not_get_in_the_way(fitting):
