@@ -88,3 +88,8 @@ class Oracle:
             else:
                 low = middle
         return low
+
+
+def peaks_of(found, beside=0):
+    """Return sizes and peaks of tries, without bytes that lay beside them all along."""
+    return [(t.size, t.peak_bytes and t.peak_bytes - beside) for t in found.tries]
