@@ -90,6 +90,6 @@ class Oracle:
         return low
 
 
-def peaks_of(found, beside=0):
-    """Return sizes and peaks of tries, without bytes that lay beside them all along."""
-    return [(t.size, t.peak_bytes and t.peak_bytes - beside) for t in found.tries]
+def peaks_of(*found):
+    """Return the tries of several searches side by side, those that have a peak."""
+    return [tries for tries in zip(*(f.tries for f in found), strict=True) if tries[0].peak_bytes]
