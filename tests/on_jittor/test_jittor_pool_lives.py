@@ -21,7 +21,7 @@ def run(script, **environment):
         env={**os.environ, "OMP_NUM_THREADS": "2", **environment},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     return ran.stdout + ran.stderr, ran.returncode

@@ -68,7 +68,7 @@ def test_without_a_compiler_glibc_keeps_what_is_freed_and_gaps_say_why():
         [sys.executable, "-c", PROGRAM],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
