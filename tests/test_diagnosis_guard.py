@@ -29,6 +29,10 @@ class Big:
     """Something whose life is watched."""
 
 
+class Optimizer:
+    param_groups = ()
+
+
 def failing_step(memory, alive=None, phase=None):
     big = Big()
     if phase is not None:
@@ -147,10 +151,10 @@ def test_locals_are_gone_where_something_keeps_the_traceback(memory):
 
 
 def test_gradients_are_dropped_once_backward_has_begun(memory):
-    with pytest.raises(FakeOutOfMemoryError), guard(memory, optimizer=object()):
+    with pytest.raises(FakeOutOfMemoryError), guard(memory, optimizer=Optimizer()):
         failing_step(memory)
     assert "gradients dropped" not in memory.done
-    with pytest.raises(FakeOutOfMemoryError), guard(memory, optimizer=object()):
+    with pytest.raises(FakeOutOfMemoryError), guard(memory, optimizer=Optimizer()):
         failing_step(memory, phase="backward")
     assert "gradients dropped" in memory.done
 
@@ -354,7 +358,10 @@ def test_colours_are_not_part_of_what_the_framework_said(memory):
 
 @pytest.mark.parametrize("kind", [list, tuple, lambda pair: dict(enumerate(pair))])
 def test_of_several_optimizers_all_gradients_are_dropped(memory, kind):
-    with pytest.raises(FakeOutOfMemoryError), guard(memory, optimizer=kind([Big(), Big()])):
+    with (
+        pytest.raises(FakeOutOfMemoryError),
+        guard(memory, optimizer=kind([Optimizer(), Optimizer()])),
+    ):
         failing_step(memory, phase="backward")
     assert memory.done.count("gradients dropped") == 2
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from xmem.errors import UsageError
+
 
 def leaves(tree: Any, kind: type | tuple[type, ...]) -> list[Any]:
     """Return the leaves of a type, in order; everything else is passed over.
@@ -102,3 +104,21 @@ def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
     if hasattr(value, "_fields"):  # a named tuple
         return type(value)(*after)
     return type(value)(after)
+
+
+def optimizers_in(optimizer: Any) -> list[Any]:
+    """Return the optimizers that were given: one, several in containers, or None for none.
+
+    Raises:
+        UsageError: one of them is no optimizer.
+    """
+    if isinstance(optimizer, dict):
+        optimizer = list(optimizer.values())
+    if isinstance(optimizer, (list, tuple, set)):
+        return [one for held in optimizer for one in optimizers_in(held)]
+    if optimizer is not None and not hasattr(optimizer, "param_groups"):
+        raise UsageError(
+            f"optimizer={type(optimizer).__name__} has no param_groups; pass an optimizer, or a"
+            " list of them"
+        )
+    return [] if optimizer is None else [optimizer]

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from xmem import accumulating, scaling
 from xmem.api import active
+from xmem.containers import optimizers_in
 from xmem.diagnosis_text import markdown, text
 from xmem.errors import OutOfMemoryError, UsageError, XmemError, XmemWarning
 
@@ -67,12 +68,7 @@ def oom_guard(
     Raises:
         UsageError: `optimizer` is none.
     """
-    for one in _each(optimizer):
-        if not hasattr(one, "param_groups"):
-            raise UsageError(
-                f"optimizer={type(one).__name__} has no param_groups; pass an optimizer, or a list"
-                " of them"
-            )
+    optimizers_in(optimizer)  # refuses what is none
     return OomGuard(active(), None if path is None else Path(path), model, optimizer, whole=whole)
 
 
@@ -90,7 +86,7 @@ class OomGuard(AbstractContextManager["OomGuard"]):
         self._backend = backend
         self._path = path
         self._model = model
-        self._optimizers = _each(optimizer)
+        self._optimizers = optimizers_in(optimizer)
         self._whole = whole
         self._stack: ExitStack | None = None
         self._owners: Owners | None = None
@@ -201,14 +197,6 @@ class OomGuard(AbstractContextManager["OomGuard"]):
             observers.hook.xmem_oom.call_historic(kwargs={"diagnosis": diagnosis})
         except Exception as failed:  # noqa: BLE001  an observer's bug must not hide the error
             _warn(f"an observer's xmem_oom raised {type(failed).__name__}: {failed}")
-
-
-def _each(optimizer: Any) -> list[Any]:
-    if isinstance(optimizer, dict):
-        optimizer = list(optimizer.values())
-    if isinstance(optimizer, (list, tuple, set)):
-        return [one for held in optimizer for one in _each(held)]
-    return [] if optimizer is None else [optimizer]
 
 
 def _warn(message: str) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
+from xmem.containers import optimizers_in
 from xmem.errors import CapabilityError, UsageError
 from xmem.pooling import Block, Point, Segment
 from xmem.report.model import Machine, write_whole
@@ -75,8 +76,9 @@ def write(capability: Pool, path: str | Path, *, names: Mapping[int, str] | None
 
 def claim(backend: Backend, model: Any, optimizer: Any) -> Mapping[int, str]:
     """Give what model and optimizer own its category, and return its names for `write`."""
-    for category, tensors in backend.measure.owned(model, optimizer, None).items():
-        backend.measure.tag(category, tensors)
+    for one in optimizers_in(optimizer) or [None]:
+        for category, tensors in backend.measure.owned(model, one, None).items():
+            backend.measure.tag(category, tensors)
     return backend.pool.parameter_names(model, optimizer)
 
 

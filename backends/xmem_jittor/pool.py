@@ -32,7 +32,7 @@ _REFUSAL_BLOCKS = 256
 _BLOCK_NUMBERS = 6
 _NO_SPILL = (
     "on_oom='spill' puts tensors into memory that a driver moves between GPU and host; on a CPU"
-    " there is no such memory. Use on_oom='trim_and_retry', or xmem.offload_activations"
+    " there is no such memory. Use on_oom='trim_and_retry'."
 )
 
 

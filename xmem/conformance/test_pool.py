@@ -224,6 +224,8 @@ def test_a_snapshot_holds_the_counters(backend: Backend, tmp_path: Path) -> None
     found = json.loads(path.read_text())
     assert found["stats"]["allocated_bytes"] == xmem.pool.stats().allocated_bytes
     del tensor
+    with pytest.raises(UsageError, match="optimizer=int"):
+        xmem.pool.snapshot(tmp_path / "pool.json", optimizer=3)
     with pytest.raises(UsageError, match="json"):
         xmem.pool.snapshot(tmp_path / "pool.txt")
 
