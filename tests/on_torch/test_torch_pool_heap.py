@@ -24,9 +24,9 @@ def faults():
         y = x * 2
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
-passing = faults()
+passing = min(faults() for _ in range(3))
 pool.configure({"strategy": "mallopt"}, None)
-keeping = faults()
+keeping = min(faults() for _ in range(4))  # a small block may settle in a gap and move a large one
 torch.ones(1 << 26)
 held = pool.stats().process_bytes
 fell = pool.trim()
