@@ -28,6 +28,7 @@ VERBS = (
     "diff",
     "doctor",
     "find-batch",
+    "launch",
     "monitor",
     "plan",
     "schema",

@@ -7,7 +7,7 @@ import jsonschema
 import msgspec
 import pytest
 from fakes.results import MACHINE, MIB, make_bad, make_fake_report, make_result
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xmem.errors import SchemaError
@@ -16,6 +16,7 @@ from xmem.report.diff import diff, worse
 from xmem.report.model import (
     STATUSES,
     Case,
+    RankResult,
     Report,
     Result,
     TimelinePoint,
@@ -54,10 +55,23 @@ RESULTS = st.builds(
     settings=st.dictionaries(TEXT, TEXT, max_size=3),
     warnings=st.lists(TEXT, max_size=2).map(tuple),
     machine=st.none() | st.just(MACHINE),
+    engine=st.none() | TEXT,
+    ranks=st.lists(
+        st.builds(
+            RankResult,
+            rank=st.integers(0, 1023),
+            peak_allocated_bytes=MAYBE_COUNT,
+            by_category=st.none() | st.dictionaries(TEXT, COUNT, max_size=2),
+            sent_bytes=st.dictionaries(TEXT, COUNT, max_size=2),
+            communication_seconds=st.none() | SECONDS,
+        ),
+        max_size=2,
+    ).map(tuple),
 )
 REPORTS = st.builds(make_fake_report, RESULTS, RESULTS)
 
 
+@settings(deadline=None)
 @given(result=RESULTS)
 def test_a_result_survives_its_file(result, tmp_path_factory):
     path = tmp_path_factory.mktemp("r") / "result.json"
@@ -65,6 +79,7 @@ def test_a_result_survives_its_file(result, tmp_path_factory):
     assert read_json(path, Result) == result
 
 
+@settings(deadline=None)
 @given(report=REPORTS)
 def test_every_report_fits_the_schema_and_survives_its_file(report, tmp_path_factory):
     path = tmp_path_factory.mktemp("r") / "report.json"

@@ -32,6 +32,9 @@ MUST_CONTAIN = (
     "xmem_jittor/native/codec.cuh",
     "xmem_jittor/native/donating.cc",
     "xmem_jittor/native/emptying.cc",
+    "xmem_jittor/native/message.cc",
+    "xmem_jittor/native/mpi.cc",
+    "xmem_jittor/native/mpi_together.h",
     "xmem_jittor/native/saving.cc",
 )
 

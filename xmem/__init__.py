@@ -26,7 +26,10 @@ from xmem.errors import (
     BackendNotFoundError,
     BackendUnavailableError,
     CapabilityError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
     CompositionError,
+    DistributedError,
     InfeasibleBudgetError,
     InvalidScheduleError,
     LeakError,
@@ -35,6 +38,7 @@ from xmem.errors import (
     NoActiveBackendError,
     OutOfMemoryError,
     PlanError,
+    RankLostError,
     RecomputeMismatchError,
     ReportError,
     SchemaError,
@@ -61,6 +65,7 @@ from xmem.scaling import GradScaler
 from xmem.weights import dequantize, quantize_weights
 
 if TYPE_CHECKING:
+    from xmem import distributed
     from xmem.batch_size import find_batch_size
     from xmem.leaks import watch_leaks
     from xmem.monitor import Monitor
@@ -70,8 +75,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 # Imported when they are first used: `import xmem` is to take no time that a script would notice.
+# Name and module; "" for a module of that name itself.
 _LATER = {
     "Monitor": "xmem.monitor",
+    "distributed": "",
     "find_batch_size": "xmem.batch_size",
     "oom_guard": "xmem.out_of_memory",
     "pool": "xmem.pool_control",
@@ -84,7 +91,10 @@ __all__ = [
     "BackendNotFoundError",
     "BackendUnavailableError",
     "CapabilityError",
+    "CollectiveMismatchError",
+    "CollectiveTimeoutError",
     "CompositionError",
+    "DistributedError",
     "GradScaler",
     "InfeasibleBudgetError",
     "InvalidScheduleError",
@@ -96,6 +106,7 @@ __all__ = [
     "NoActiveBackendError",
     "OutOfMemoryError",
     "PlanError",
+    "RankLostError",
     "RecomputeMismatchError",
     "ReportError",
     "SchemaError",
@@ -115,6 +126,7 @@ __all__ = [
     "clip_grad_norm_",
     "compress_activations",
     "dequantize",
+    "distributed",
     "find_batch_size",
     "inference",
     "log_value",
@@ -141,7 +153,8 @@ def __getattr__(name: str) -> Any:
     """Import what is imported later (PEP 562)."""
     if name not in _LATER:
         raise AttributeError(f"module 'xmem' has no attribute {name!r}")
-    found = getattr(import_module(_LATER[name]), name)
+    module = _LATER[name]
+    found = getattr(import_module(module), name) if module else import_module(f"xmem.{name}")
     globals()[name] = found
     return found
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from xmem.errors import CapabilityError
 
 if TYPE_CHECKING:
+    from xmem.distributing import Distributed
     from xmem.playing import Plans
     from xmem.pooling import Pool
     from xmem.protocols import Checkpoint, Measure, Models, Precision, Training
@@ -79,7 +80,7 @@ class Backend:
     pool: Pool
     saved: Saved
     quantize: Quantize
-    distributed: Any
+    distributed: Distributed
     offload: Any
 
     def offers(self, capability: str) -> bool:

@@ -28,8 +28,10 @@ t = s / 65536, at least the smallest normal float32 (2^-24 for float16): what is
 becomes 0, and no sign changes, so that a ReLU's mask survives in its packed output; without it the
 error of an MLP's gradients is 20 times larger. The price is that 0 becomes t in signed blocks. The
 style that is asked for chooses among the modes: "signs" (activations) signed or positive, "floor"
-(second moments of optimizers, which are divided by) floored, "plain" plain. A block without a
-value other than 0 unpacks to zeros in each.
+(second moments of optimizers, which are divided by) floored, "plain" plain. "nearest" (gradients
+that are sent, whose errors are kept for the next ones) is as "signs" with u = 1/2: a mean over many
+is off then, and a single value's error 0.7 of what it is otherwise. A block without a value other
+than 0 unpacks to zeros in each.
 
 Blocks that hold infinity or NaN are special: infinities and NaN come back where they were, among
 finite values in 124 levels (5 at 4 bits); at 2 bits the whole block comes back as NaN. Denormals
@@ -49,13 +51,13 @@ import numpy as np
 from xmem.errors import UsageError
 
 Bits = Literal[8, 4, 2]
-Style = Literal["signs", "plain", "floor"]
+Style = Literal["signs", "plain", "floor", "nearest"]
 
 BLOCK = 256
 """Elements that share a scale."""
 
 BITS: tuple[Bits, ...] = (8, 4, 2)
-STYLES: tuple[Style, ...] = ("signs", "plain", "floor")
+STYLES: tuple[Style, ...] = ("signs", "plain", "floor", "nearest")
 DTYPES = ("float32", "float16", "bfloat16")
 """What can be packed, in the order of the native codes."""
 
@@ -133,7 +135,7 @@ def pack(values: Array, bits: int, seed: int, style: Style = "signs") -> Array:
     Args:
         values: float32 or float16, or uint16 that holds bfloat16; any shape, read in C order.
         bits: 8, 4 or 2.
-        seed: 32 bits; with other seeds the rounding is another.
+        seed: 32 bits; with other seeds the rounding is another; "nearest" has none.
         style: which modes blocks may have.
 
     Returns:
@@ -148,6 +150,8 @@ def pack(values: Array, bits: int, seed: int, style: Style = "signs") -> Array:
         first = number * BLOCK
         block = x[first : first + BLOCK]
         drawn = uniform(block.size, first, seed)
+        if style == "nearest":
+            drawn = np.full_like(drawn, 0.5)
         headers[number], found = _quantized(block, bits, drawn, style)
         codes.append(_joined(found, bits))
     return np.concatenate([headers.view(np.uint8), *codes]) if count else np.zeros(0, np.uint8)
@@ -253,8 +257,8 @@ def _mode(sign: Array, finite: Array, style: Style) -> int:
     if not finite.all():
         return _SPECIAL
     if sign.any():
-        return _SIGNED if style == "signs" else _PLAIN
-    return {"signs": _POSITIVE, "floor": _FLOORED, "plain": _PLAIN}[style]
+        return _SIGNED if style in ("signs", "nearest") else _PLAIN
+    return {"floor": _FLOORED, "plain": _PLAIN}.get(style, _POSITIVE)
 
 
 def _scale(largest: np.uint32, count: int, bits: int) -> np.float32:

@@ -114,6 +114,30 @@ class LeakError(XmemError):
         self.leak = leak
 
 
+class DistributedError(XmemError, RuntimeError):
+    """Communication between ranks failed, or cannot be had.
+
+    Attributes:
+        ranks: the ranks that it is about, in order; empty where they are not known.
+    """
+
+    def __init__(self, message: str, *, ranks: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+
+class RankLostError(DistributedError):
+    """Other ranks have died, failed or left while this one needs them."""
+
+
+class CollectiveTimeoutError(DistributedError, TimeoutError):
+    """Other ranks have not come to a call within the timeout."""
+
+
+class CollectiveMismatchError(DistributedError, ValueError):
+    """The ranks called different things, or with tensors that do not fit."""
+
+
 class ReportError(XmemError):
     """A report cannot be read or written."""
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 if TYPE_CHECKING:
+    from xmem.distributing import Distributed
     from xmem.playing import Plans
     from xmem.pooling import Pool
     from xmem.protocols import (
@@ -91,7 +92,7 @@ class BackendSpec:
         """Keep optimizer states or weights in few bits."""
 
     @hookspec(firstresult=True)
-    def xmem_distributed(self, session: Session) -> Any:
+    def xmem_distributed(self, session: Session) -> Distributed | None:
         """Reduce, gather and shard across processes."""
 
     @hookspec(firstresult=True)

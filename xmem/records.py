@@ -40,6 +40,7 @@ class Framework:
         install_hint: the command that installs it.
         companions: distributions that it is slow or incomplete without on this system.
         first_run_note: what a person should know before it runs for the first time.
+        launcher: what starts its ranks, "torchrun" or "mpirun"; "" where nothing does.
     """
 
     module: str
@@ -47,6 +48,7 @@ class Framework:
     install_hint: str
     companions: tuple[str, ...] = ()
     first_run_note: str = ""
+    launcher: str = ""
 
 
 @dataclass(frozen=True)

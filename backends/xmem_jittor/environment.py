@@ -1,10 +1,10 @@
 """What has to be set before Jittor is imported, and the import itself.
 
 Jittor 1.3.11 reads environment variables at import. What the user has set always wins; the rest
-is set here: no CUDA where there is no driver (a Jittor with CUDA aborts the process there), no MPI
-outside of mpirun, no surprise import of PyTorch, oneDNN from the wheels, one cache for all git
-branches, and little noise. The CUDA part is written from Jittor's source and from builds against
-CUDA 13.0 without a GPU; it has not been run on one.
+is set here: no CUDA where there is no driver (a Jittor with CUDA aborts the process there), MPI
+inside of mpirun and only there, no surprise import of PyTorch, oneDNN from the wheels, one cache
+for all git branches, and little noise. The CUDA part is written from Jittor's source and from
+builds against CUDA 13.0 without a GPU; it has not been run on one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 from xmem.errors import BackendUnavailableError
 from xmem.protocols import Session
-from xmem_jittor import onednn, workarounds
+from xmem_jittor import mpi, onednn, workarounds
 
 _CORE_FILES = 300
 _CORE_SECONDS = 210
@@ -52,7 +52,10 @@ def open_session(device: str) -> Session:
     """
     loaded = sys.modules.get("jittor")
     chosen = _device_of(loaded, device) if loaded is not None else prepare(device)
-    jt = loaded if loaded is not None else import_jittor()
+    try:
+        jt = loaded if loaded is not None else import_jittor()
+    finally:
+        mpi.tidy()
     if chosen == "cuda":
         workarounds.patch_cuda_softmax(jt)
     jt.flags.use_cuda = int(chosen == "cuda")
@@ -71,8 +74,7 @@ def prepare(device: str) -> str:
         os.environ.setdefault("nvcc_path", "")
     else:
         workarounds.set_cuda_environment(_nvcc(), _driver_or_raise().capability)
-    if "OMPI_COMM_WORLD_SIZE" not in os.environ:
-        os.environ.setdefault("use_mpi", "0")  # else it builds its MPI module wherever mpicc is
+    mpi.prepare()
     os.environ.setdefault("FIX_TORCH_ERROR", "0")  # else `import jittor` imports torch
     # Jittor names its cache after the git branch that site-packages lies in, if it lies in one,
     # and compiles its core again on every other branch.

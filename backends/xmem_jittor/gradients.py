@@ -11,15 +11,18 @@ from __future__ import annotations
 
 import functools
 import math
-import weakref
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import jittor as jt
 
+from xmem.distributed.traffic import note
+from xmem.distributing import Op
 from xmem.errors import UsageError
-from xmem_jittor import halves
+from xmem_jittor import halves, messages, ranks, shares
+from xmem_jittor.averaging import known
 
 _SUM = """
     const double p = data["p"];
@@ -35,8 +38,6 @@ _SUM = """
 """
 # The n_step at an optimizer's last update, where we have seen that.
 _counts: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-# While scalers live: Jittor's own backward, and an entry for each of them.
-_counting: list[Any] = []
 
 
 def are_new(optimizer: Any) -> bool:
@@ -46,23 +47,31 @@ def are_new(optimizer: Any) -> bool:
     return not getattr(optimizer, "_Optimizer__zero_grad", False)
 
 
-def of(optimizer: Any, *, before: str) -> list[Any]:
+def of(optimizer: Any, *, before: str, apart: bool = False) -> list[Any]:
     """Return the gradients of the parameters that are trained.
 
     Args:
         optimizer: a Jittor optimizer.
         before: the call that needs them, for the error.
+        apart: they may be this rank's own.
 
     Raises:
-        UsageError: there are none, a step has used them, or all parameters are frozen.
+        UsageError: there are none, a step has used them, all parameters are frozen, or they have
+            been added up under `no_sync` and are not averaged yet.
     """
+    return [gradient for _, gradient in _pairs(optimizer, before=before, apart=apart)]
+
+
+def _pairs(optimizer: Any, *, before: str, apart: bool = False) -> list[tuple[Any, Any]]:
     if not are_new(optimizer):
         raise UsageError(
             f"{before} came before backward: the optimizer has no gradients. Call"
             " xmem.backward(loss, optimizer) first."
         )
+    if not apart:
+        check_averaged(optimizer, before)
     found = [
-        gradient
+        (parameter, gradient)
         for group in optimizer.param_groups
         for parameter, gradient in zip(group["params"], group["grads"], strict=True)
         if not parameter.is_stop_grad()
@@ -73,6 +82,26 @@ def of(optimizer: Any, *, before: str) -> list[Any]:
             " Let some be trained: parameter.start_grad()"
         )
     return found
+
+
+def check_averaged(optimizer: Any, before: str) -> None:
+    """Refuse to go on with gradients that were added up under `no_sync`.
+
+    Raises:
+        UsageError: they are this rank's own.
+    """
+    averaging = known(optimizer)
+    if averaging is not None and averaging.pending and are_new(optimizer):
+        raise UsageError(
+            f"{before} came while gradients are this rank's own: they were added up under no_sync."
+            " Compute the last micro-batch's gradients outside of it"
+        )
+
+
+def note_count(optimizer: Any) -> None:
+    """Note `n_step` where the next backward is an optimizer's first since its last update."""
+    if not are_new(optimizer):
+        _counts[optimizer] = optimizer.n_step
 
 
 def forget(optimizer: Any) -> None:
@@ -89,6 +118,13 @@ def updating() -> AbstractContextManager[Any]:
     return scope
 
 
+def put(tensor: Any, value: Any) -> None:
+    """Give a tensor another value, and let it ask for gradients as it did."""
+    value = value.detach()
+    with updating():
+        tensor.update(value.stop_grad() if tensor.is_stop_grad() else value.start_grad())
+
+
 def step(optimizer: Any) -> Any:
     """Update the parameters, each in its own type.
 
@@ -101,7 +137,7 @@ def step(optimizer: Any) -> Any:
                 if str(gradient.dtype) != str(parameter.dtype):
                     gradient.update(halves.cast(gradient, parameter.dtype))
         before = [(p, str(p.dtype)) for group in optimizer.param_groups for p in group["params"]]
-        result = optimizer.step()
+        result = _stepped(optimizer, [p for p, _ in before])
         for parameter, dtype in before:
             if str(parameter.dtype) != dtype:
                 parameter.update(halves.cast(parameter.detach(), dtype))
@@ -109,11 +145,26 @@ def step(optimizer: Any) -> Any:
     return result
 
 
+def _stepped(optimizer: Any, parameters: list[Any]) -> Any:
+    """Step; where parameters are sharded, without a graph, and let them be trained on.
+
+    With one, an update that reads its parameter for the gradient too (weight decay in `jt.optim`)
+    keeps the old parameters until all are updated.
+    """
+    trained = [p for p in parameters if not p.is_stop_grad()]
+    if not any(shares.is_apart(p) for p in trained):
+        return optimizer.step()
+    with jt.flag_scope(no_grad=1):
+        result = optimizer.step()
+    for p in trained:
+        p.start_grad()
+    return result
+
+
 def backward(loss: Any, optimizer: Any) -> None:
     """Compute gradients, and count one update however many calls there are for it."""
     more = are_new(optimizer)
-    if not more:
-        _counts[optimizer] = optimizer.n_step
+    note_count(optimizer)
     optimizer.backward(loss)
     if more:
         optimizer.n_step -= 1
@@ -126,45 +177,55 @@ def take_back(optimizer: Any) -> None:
     forget(optimizer)
 
 
-def count(scaler: Any) -> None:
-    """Note, while a scaler lives, an optimizer's `n_step` whenever its first gradients come.
-
-    The updates of a loop of Jittor's own are seen by nothing else, and for which optimizer a loss
-    was scaled, only the call tells. Goes when Jittor counts updates itself.
-    """
-    if not _counting:
-        original = jt.optim.Optimizer.backward
-
-        @functools.wraps(original)
-        def counted(self: Any, loss: Any, retain_graph: bool = False) -> None:
-            if not are_new(self):
-                _counts[self] = self.n_step
-            original(self, loss, retain_graph)
-
-        jt.optim.Optimizer.backward = counted
-        _counting.append(original)
-    _counting.append(None)
-    weakref.finalize(scaler, _count_no_more).atexit = False
+def clip(optimizer: Any, max_norm: float, p: float, *, before: str) -> Any:
+    """Scale gradients down to a norm over all of them, on all ranks; returns the norm before."""
+    held = _pairs(optimizer, before=before)
+    total = norm(held, p)
+    coefficient = (max_norm / (total + 1e-6)).minimum(1.0)
+    for _, gradient in held:
+        clipped = halves.to_float32(gradient) * coefficient
+        gradient.update(halves.cast(clipped, gradient.dtype))
+    return total
 
 
-def _count_no_more() -> None:
-    _counting.pop()
-    if len(_counting) == 1:
-        jt.optim.Optimizer.backward = _counting.pop()
-
-
-def norm(held: list[Any], p: float) -> Any:
+def norm(held: Sequence[tuple[Any, Any]], p: float) -> Any:
     """Return the p-norm over all gradients, in float32, of shape (1,).
 
     NaN and infinity come through. Under -Ofast Jittor's `max` passes over NaN; sums do not.
+
+    Args:
+        held: parameters and their gradients; where ranks hold shares, all shares count.
+        p: which norm.
     """
-    powers = [_powers(gradient, 1.0 if math.isinf(p) else p) for gradient in held]
-    total = functools.reduce(_add, powers)
+    power = 1.0 if math.isinf(p) else p
+    total = _over_ranks(held, lambda g: _powers(g, power), _add, "sum")
     if not math.isinf(p):
         return jt.sqrt(total) if p == 2 else total ** (1 / p)
-    maxima = [halves.to_float32(gradient).abs().max() for gradient in held]
-    largest = functools.reduce(lambda a, b: a.maximum(b).stop_fuse(), maxima)
+    largest = _over_ranks(held, lambda g: halves.to_float32(g).abs().max(), _larger, "max")
     return jt.ternary(jt.isfinite(total), largest, total)
+
+
+def _over_ranks(
+    held: Sequence[tuple[Any, Any]],
+    number: Callable[[Any], Any],
+    join: Callable[[Any, Any], Any],
+    op: Op,
+) -> Any:
+    """Return a number over all gradients: over those of shares on all ranks, others once."""
+    apart = [number(g) for p, g in held if shares.is_apart(p)]
+    found = [number(g) for p, g in held if not shares.is_apart(p)]
+    if apart:
+        found.append(agreed(functools.reduce(join, apart), op))
+    return functools.reduce(join, found)
+
+
+def agreed(value: Any, op: Op) -> Any:
+    """Return one number for all ranks."""
+    size = ranks.size()
+    if size == 1:
+        return value
+    note("all_reduce", value.nbytes, size)
+    return messages.all_reduce(value.reshape((1,)), op).stop_grad()
 
 
 def _powers(gradient: Any, p: float) -> Any:
@@ -181,3 +242,7 @@ def _powers(gradient: Any, p: float) -> Any:
 def _add(total: Any, more: Any) -> Any:
     # Unfused: else the sum over all parameters is one kernel, new for each number of them.
     return (total + more).stop_fuse()
+
+
+def _larger(largest: Any, more: Any) -> Any:
+    return largest.maximum(more).stop_fuse()

@@ -14,7 +14,7 @@ its master before the next forward, backward or step, and the parameter is half 
 
 Limits: a block that is called without its model runs as Jittor runs it. Without masters, step by
 `xmem.optimizer_step`: after Jittor's own step a half parameter that had a float32 gradient is
-float32. Not under MPI, whose reductions in Jittor do not take half gradients.
+float32. On several ranks `data_parallel` comes first; what is sharded has no masters.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from weakref import WeakKeyDictionary, ref
 import jittor as jt
 
 from xmem import casting
-from xmem.errors import CapabilityError, UsageError
+from xmem.errors import CapabilityError, CompositionError, UsageError
 from xmem.records import Cast
-from xmem_jittor import gradients, halves
+from xmem_jittor import averaging, gradients, halves
 from xmem_jittor.checkpoint import Checkpoint
 from xmem_jittor.precision import Precision
 
@@ -183,6 +183,12 @@ def masters_of(optimizer: Any) -> list[Any]:
     return [] if masters is None else [master for _, master in masters._held()]
 
 
+def pairs_of(optimizer: Any) -> list[tuple[Any, Any]]:
+    """Return each parameter that was cast with its master."""
+    masters = _masters.get(optimizer) if isinstance(optimizer, jt.optim.Optimizer) else None
+    return [] if masters is None else masters.pairs()
+
+
 def round_again(optimizer: Any, is_lost: Callable[[Any], bool]) -> int:
     """Let parameters whose value is lost be their masters, rounded; returns how many were."""
     masters = _masters.get(optimizer)
@@ -277,11 +283,7 @@ def _check_optimizer(model: Any, optimizer: Any) -> None:
         raise UsageError(
             f"optimizer={optimizer!r}: give a jt.optim.Optimizer, a list of them, or None"
         )
-    if jt.in_mpi:
-        raise CapabilityError(
-            "masters do not work under MPI: Jittor 1.3.11 reduces no half gradients. Train in"
-            " float32 under xmem.autocast instead"
-        )
+    _check_ranks(optimizer)
     known = {id(p) for p in model.parameters()}
     given = [p for group in optimizer.param_groups for p in group["params"]]
     strange = sum(id(p) not in known for p in given)
@@ -289,6 +291,22 @@ def _check_optimizer(model: Any, optimizer: Any) -> None:
         raise UsageError(
             f"{strange} of the optimizer's {len(given)} parameters are not the model's. Give the"
             " optimizer that was made from this model's parameters"
+        )
+
+
+def _check_ranks(optimizer: Any) -> None:
+    from xmem_jittor import sharded_optimizers, shares
+
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    if shares.kinds(held) or sharded_optimizers.of(optimizer) is not None:
+        raise CompositionError(
+            "masters are not sharded: with shard_model, shard_optimizer or tensor_parallel train in"
+            " float32 under xmem.autocast"
+        )
+    if jt.in_mpi and averaging.known(optimizer) is None:
+        raise CapabilityError(
+            "Jittor 1.3.11 averages no half gradients over ranks. Call"
+            " xmem.distributed.data_parallel(model, optimizer) before cast_model"
         )
 
 

@@ -10,6 +10,7 @@ from xmem.protocols import Framework, Session
 
 if TYPE_CHECKING:
     from xmem_jittor.checkpoint import Checkpoint
+    from xmem_jittor.distributed import Distributed
     from xmem_jittor.measure import Measure
     from xmem_jittor.models import Models
     from xmem_jittor.plans import Plans
@@ -33,6 +34,7 @@ def xmem_framework() -> Framework:
         companions=(onednn.LIBRARY_WHEEL, onednn.HEADER_WHEEL) if has_wheels else (),
         first_run_note="Jittor compiles itself and every new kernel: the first run of each case"
         " takes minutes, later ones take the kernels from its cache",
+        launcher="mpirun",
     )
 
 
@@ -114,3 +116,11 @@ def xmem_pool(session: Session) -> Pool:
     from xmem_jittor.pool import Pool
 
     return Pool(session.device)
+
+
+@hookimpl
+def xmem_distributed(session: Session) -> Distributed:
+    """Reduce, gather and shard over MPI."""
+    from xmem_jittor.distributed import Distributed
+
+    return Distributed(session.device)

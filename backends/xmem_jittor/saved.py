@@ -29,6 +29,7 @@ from xmem.errors import CompositionError
 from xmem.saving import Policy
 from xmem_jittor import calls, native, units
 from xmem_jittor.checkpoint import Checkpoint
+from xmem_jittor.gathering import ShardedForward
 from xmem_jittor.graph import newest_node
 from xmem_jittor.keeping import Block, in_force, packs
 from xmem_jittor.segments import is_inside
@@ -118,6 +119,7 @@ def _calling(original: Callable[..., Any]) -> Callable[..., Any]:
         before = newest_node()
         with block.runs(self, before) as entry:
             try:
+                recomputed = recomputed or isinstance(forward, ShardedForward)
                 if block.noted is not None or recomputed or not _is_unit(block, self):
                     return original(self, *args, **kwargs)
                 again = functools.partial(original, self, *args, **kwargs)

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import jittor as jt
 import numpy as np
 
-from xmem_jittor import gradients, halves
+from xmem_jittor import gradients, halves, methods, shares
 
 # What a number that is not finite has set: all bits of its exponent.
 _EXPONENTS = {
@@ -81,7 +81,7 @@ class Scaler:
         # By optimizer: whether a gradient is not finite; a tensor until it has been waited for.
         self._found: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         if enabled:
-            gradients.count(self)
+            methods.hold(self)
             _scalers.add(self)
 
     def scale(self, loss: Any) -> Any:
@@ -100,6 +100,8 @@ class Scaler:
             found = overflowed(gradient, found)
             raised = halves.to_float32(gradient) * inverse
             gradient.update(halves.cast(raised, gradient.dtype))
+        if any(shares.is_apart(p) for group in optimizer.param_groups for p in group["params"]):
+            found = gradients.agreed(found, "max")  # all ranks skip a step, or none
         self._found[optimizer] = found
 
     def step(self, optimizer: Any) -> Any:

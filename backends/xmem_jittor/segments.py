@@ -319,4 +319,6 @@ def _whole(value: Any) -> Any:
 
 def _view(value: Any, of: _Input) -> Any:
     """Return what a second pass reads as an input."""
-    return value.detach().start_grad() if of.wanted else value.detach().stop_grad()
+    # Not `start_grad`: Jittor 1.3.11 takes such a tensor for a scalar, so that float32 plus half is
+    # half, and was float32 in the first pass. What is detached asks for gradients anyway.
+    return value.detach() if of.wanted else value.detach().stop_grad()

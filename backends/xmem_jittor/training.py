@@ -17,13 +17,8 @@ from typing import Any
 import jittor as jt
 import numpy as np
 
-from xmem.errors import CapabilityError, UsageError, unknown
-from xmem_jittor import gradients, halves, masters
-
-_UNREDUCED = (
-    "Jittor 1.3.11 averages gradients over all processes in every backward of an optimizer, so they"
-    " are right, and reduced once per micro-batch. Leave out model="
-)
+from xmem.errors import UsageError, unknown
+from xmem_jittor import data_parallel, gradients, masters
 
 
 class Adam(jt.optim.Optimizer):
@@ -83,7 +78,7 @@ class Training:
     """One name for each step; see `xmem.protocols.Training`."""
 
     def __init__(self) -> None:
-        self.gaps: Mapping[str, str] = {"unreduced": _UNREDUCED}
+        self.gaps: Mapping[str, str] = {}
 
     def make_optimizer(self, name: str, model: Any, *, learning_rate: float) -> Any:
         """Return an optimizer; "sgd" is Jittor's base class, whose own rule is p -= lr g.
@@ -116,26 +111,15 @@ class Training:
                 "clip_grad_norm_ takes the optimizer on Jittor, to which gradients belong, and got"
                 f" {type(target).__name__}"
             )
-        held = gradients.of(target, before="clip_grad_norm_")
-        norm = gradients.norm(held, norm_type)
-        coefficient = (max_norm / (norm + 1e-6)).minimum(1.0)
-        for gradient in held:
-            clipped = halves.to_float32(gradient) * coefficient
-            gradient.update(halves.cast(clipped, gradient.dtype))
-        return norm
+        return gradients.clip(target, max_norm, norm_type, before="clip_grad_norm_")
 
     def finish_micro_batch(self, optimizer: Any) -> None:
         """Execute the gradients, and with them what is older: running statistics too."""
-        jt.sync(gradients.of(optimizer, before="the end of a micro-batch"))
+        jt.sync(gradients.of(optimizer, before="the end of a micro-batch", apart=True))
 
-    def unreduced(self, model: Any) -> AbstractContextManager[None]:
-        """Refuse: the reduction is part of `jt.optim.Optimizer.backward`."""
-        if not jt.in_mpi:
-            raise UsageError(
-                f"model={type(model).__name__} is not data-parallel: this process was not started"
-                " by mpirun, so that there is nothing to reduce. Leave out model="
-            )
-        raise CapabilityError(_UNREDUCED)
+    def unreduced(self, model: Any) -> AbstractContextManager[Any]:
+        """See `data_parallel.no_sync`."""
+        return data_parallel.no_sync(model)
 
     def no_grad(self) -> AbstractContextManager[None]:
         """Enter `jt.no_grad`."""

@@ -43,6 +43,11 @@ class OwnViews:
                 handle.swap(other)
         self._swapped = []
 
+    @property
+    def views(self) -> list[Any]:
+        """Return the views, of distinct parameters in the order in which they were given."""
+        return list(self._views)
+
     def handles(self, address: int) -> list[Any] | None:
         """Return the handles of the parameter that a tensor, by address, is the view of."""
         return self._by_address.get(address)

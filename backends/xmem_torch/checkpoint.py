@@ -28,6 +28,7 @@ from xmem.pending import Setting
 from xmem.records import Cost, Recompute
 from xmem_torch import precision
 from xmem_torch.forwards import replace_forward
+from xmem_torch.local_parts import refuse_sharded
 from xmem_torch.passes import top_hooks
 from xmem_torch.reach import reach
 from xmem_torch.recompute import Region, aside
@@ -80,6 +81,7 @@ class Checkpoint:
             return self.checkpoint(function, args, kwargs, how)
 
         _refuse_backward_hooks(function, how.name)
+        refuse_sharded(getattr(function, "__self__", None), "A segment of several blocks")
 
         casting = current()
         if casting is not None and casting.log is not None:

@@ -96,8 +96,8 @@ def _quantized(
     there = magnitude > 0
     negative = (pattern < 0) & there
     finite = magnitude < _INFINITE
-    without = {"signs": _POSITIVE, "floor": _FLOORED, "plain": _PLAIN}[style]
-    mode = torch.where(negative.any(1), _SIGNED if style == "signs" else _PLAIN, without)
+    without = {"floor": _FLOORED, "plain": _PLAIN}.get(style, _POSITIVE)
+    mode = torch.where(negative.any(1), _PLAIN if style in ("floor", "plain") else _SIGNED, without)
     mode = torch.where(finite.all(1), mode, _SPECIAL)
 
     steps = torch.zeros_like(mode)
@@ -118,7 +118,8 @@ def _quantized(
 
     flushed = torch.where(finite & (magnitude >= _LEAST_NORMAL), magnitude, 0)
     v = flushed.view(torch.float32) * inverse[:, None]
-    k = (v + _uniform(first, x.shape[0], seed, x.device)).to(torch.int32)
+    u = 0.5 if style == "nearest" else _uniform(first, x.shape[0], seed, x.device)
+    k = (v + u).to(torch.int32)
     most = torch.where(negative, below[:, None], (1 << bits) - 2 - below[:, None])
     k = torch.minimum(k, torch.where(split[:, None], most, steps[:, None]).to(torch.int32))
     k = torch.where((mode == _FLOORED)[:, None], k.clamp(min=1), k)

@@ -25,7 +25,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from xmem import accumulating
 from xmem.errors import CompositionError, UsageError
 from xmem.receipts import Receipt
+from xmem_torch.data_parallel import is_averaged
 from xmem_torch.few_bits import Optimizer, check_gradient, check_parameter
+from xmem_torch.local_parts import is_spread
 from xmem_torch.masters import master_of
 
 _TECHNIQUE = "optimizer_in_backward"
@@ -150,6 +152,12 @@ def _check(model: Any, optimizer: Any) -> None:
         raise CompositionError(
             "the model has float32 masters (xmem.cast_model), which are rounded to its parameters"
             " after whole steps; undo that receipt, or step after backward"
+        )
+    if any(is_spread(p) or is_averaged(p) for p in model.parameters()):
+        raise CompositionError(
+            "gradients of the model's parameters are averaged over ranks (xmem.distributed), which"
+            " ends after backward, and each parameter would step by this rank's own: step after"
+            " backward"
         )
     _check_kind(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]

@@ -32,6 +32,12 @@ def master_of(parameter: Any) -> Any:
     return _masters.get(parameter, parameter) if len(_masters) else parameter
 
 
+def are_masters(parameters: Iterable[Any]) -> bool:
+    """Say whether masters are among some parameters."""
+    held = {id(master) for master in _masters.values()}
+    return any(id(p) in held for p in parameters)
+
+
 def check_gradients(optimizer: Any) -> None:
     """Refuse to go on without any gradient.
 

@@ -21,6 +21,7 @@ from xmem.errors import XmemWarning
 from xmem.native.build import find_compiler
 from xmem.protocols import Category, Counters, Tagged
 from xmem.sizes import parse_size
+from xmem_torch.local_parts import local_part
 from xmem_torch.masters import master_of
 from xmem_torch.sources import AllocatorSource, CudaSource, ProfilerSource, Source
 
@@ -169,7 +170,8 @@ def _gradients(parameters: Sequence[Any]) -> list[Any]:
 
 
 def _storages(tensor: Any) -> list[Any]:
-    """Return what memory a tensor stands on; a lazy parameter has none yet."""
+    """Return what memory a tensor stands on here; a lazy parameter has none yet."""
+    tensor = local_part(tensor)
     if tensor.layout is torch.strided:
         return [] if torch.nn.parameter.is_lazy(tensor) else [tensor.untyped_storage()]
     parts = _SPARSE_PARTS.get(tensor.layout, ())  # oneDNN's own layout shows no storage

@@ -42,6 +42,8 @@ class Owned:
         if tensor.untyped_storage()._cdata in self._storages:
             return True
         base = _base(tensor)
+        if isinstance(base, torch.nn.Parameter):  # a frozen one that is gathered for a pass
+            return True
         return base.is_leaf and base.requires_grad
 
     def copied(self, tensor: torch.Tensor) -> bool:

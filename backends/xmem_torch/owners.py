@@ -29,6 +29,7 @@ from xmem.following import following, replacing
 from xmem.native.build import find_compiler
 from xmem.trail import Trail, TrailOwners
 from xmem_torch import native
+from xmem_torch.local_parts import local_part
 from xmem_torch.masters import master_of
 from xmem_torch.passes import top_hooks
 
@@ -172,6 +173,7 @@ def parameter_names(model: Any, optimizer: Any) -> dict[int, str]:
     named: dict[Any, str] = {}
 
     def add(tensor: Any, name: str) -> None:
+        tensor = local_part(tensor)
         if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
             return
         if not torch.nn.parameter.is_lazy(tensor):

@@ -20,11 +20,13 @@ from xmem.predicting import Prediction
 from xmem.records import Recompute, Step
 from xmem_torch import tensors as of_tensors
 from xmem_torch.aside import accumulating, gradients_aside, put_back
+from xmem_torch.local_parts import refuse_sharded
 from xmem_torch.marks import Marks, NoMarks, Watched, under_way
 from xmem_torch.masters import master_of
 from xmem_torch.measure import Measure
 from xmem_torch.playing import PlanRun
 
+_PLAN = "A plan"
 _NO_MARKS = (
     "PyTorch's profiler, which counts bytes here, loses some when it is read inside backward; only"
     " xmem's own allocator can mark single operations"
@@ -72,6 +74,7 @@ class Plans:
         """Trace it with torch.fx."""
         from xmem_torch.tracing import traced
 
+        refuse_sharded(model, _PLAN)
         found: TracedStages | None = traced(model)
         return found
 
@@ -96,6 +99,7 @@ class Plans:
         All that gets a gradient is left with the one it had, not the parameters alone. Hooks that
         take complete gradients (an optimizer in backward) do not run.
         """
+        refuse_sharded(model, _PLAN)
         collect_garbage(model)  # freed in the middle of the step it would seem to be the step's
         with (
             put_back(model, loss_fn),

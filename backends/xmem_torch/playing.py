@@ -28,6 +28,7 @@ from xmem.playing import Script
 from xmem.records import TAIL, Mark, Recompute
 from xmem_torch.between import Between
 from xmem_torch.inputs import Inputs
+from xmem_torch.local_parts import refuse_sharded
 from xmem_torch.marks import Marks, NoMarks
 from xmem_torch.stages import PlainCall, StageCall, differentiated_inside
 from xmem_torch.tensors import bytes_of
@@ -82,6 +83,7 @@ class PlanRun:
                 f"stage {self._names[stage]!r} is called as number {len(self._calls)} of its"
                 f" forward pass, and planned as number {stage}"
             )
+        refuse_sharded(getattr(function, "__self__", None), "A plan")
         args, kwargs = settled(args), settled(kwargs)
         tensors = leaves((args, kwargs), torch.Tensor)
         if stage == 0:

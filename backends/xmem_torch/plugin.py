@@ -9,6 +9,7 @@ from xmem.protocols import Framework, Session
 
 if TYPE_CHECKING:
     from xmem_torch.checkpoint import Checkpoint
+    from xmem_torch.distributed import Distributed
     from xmem_torch.measure import Measure
     from xmem_torch.models import Models
     from xmem_torch.plans import Plans
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 @hookimpl
 def xmem_framework() -> Framework:
     """Name PyTorch."""
-    return Framework("torch", "torch", "pip install 'xmem-train[torch]'")
+    return Framework("torch", "torch", "pip install 'xmem-train[torch]'", launcher="torchrun")
 
 
 @hookimpl
@@ -103,3 +104,11 @@ def xmem_pool(session: Session) -> Pool:
     from xmem_torch.pool import Pool
 
     return Pool(session.device)
+
+
+@hookimpl
+def xmem_distributed(session: Session) -> Distributed:
+    """Reduce, gather and shard through torch.distributed."""
+    from xmem_torch.distributed import Distributed
+
+    return Distributed(session.device)

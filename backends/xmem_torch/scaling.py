@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from xmem.errors import UsageError
-from xmem_torch.masters import check_gradients
+from xmem_torch import norms
+from xmem_torch.local_parts import local_part
+from xmem_torch.masters import check_gradients, parameters_of
 
 
 class Scaler:
@@ -35,10 +37,14 @@ class Scaler:
         self._check(optimizer)
         self._scaler.unscale_(optimizer)
         self._unscaled.add(optimizer)
+        if self._has_parts(optimizer):
+            norms.agree_on_infinity(self._found(optimizer))
 
     def step(self, optimizer: Any) -> Any:
         """Leave it to PyTorch, once the optimizer has its state."""
         self._check(optimizer)
+        if optimizer not in self._unscaled and self._has_parts(optimizer):
+            self.unscale_(optimizer)
         if not optimizer.state and optimizer not in self._begun:  # SGD alone never has any
             if optimizer not in self._unscaled:
                 self.unscale_(optimizer)
@@ -57,8 +63,15 @@ class Scaler:
             )
 
     def _found_inf(self, optimizer: Any) -> bool:
+        return any(found.item() for found in self._found(optimizer))
+
+    def _found(self, optimizer: Any) -> list[torch.Tensor]:
         state = self._scaler._per_optimizer_states[id(optimizer)]
-        return any(found.item() for found in state["found_inf_per_device"].values())
+        return [local_part(found) for found in state["found_inf_per_device"].values()]
+
+    def _has_parts(self, optimizer: Any) -> bool:
+        """Say whether other ranks may find what this one does not."""
+        return bool(norms.parts_of(list(parameters_of(optimizer))))
 
     def update(self, new_scale: float | None) -> None:
         """Leave it to PyTorch, which has no scale to set before it first scales."""

@@ -9,6 +9,7 @@ import torch
 
 from xmem.containers import leaves
 from xmem.mismatch import sample_step
+from xmem_torch.local_parts import local_part
 
 
 def version(tensor: torch.Tensor) -> int:
@@ -60,7 +61,8 @@ def sample(tensor: torch.Tensor) -> Any:
 
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the strided tensors that a tensor consists of: indices and values of a sparse one."""
+    """Return the strided tensors that a tensor consists of here: two or three of a sparse one."""
+    tensor = local_part(tensor)
     names = _PARTS.get(tensor.layout)
     if names is None:
         return [tensor]

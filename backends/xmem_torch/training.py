@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from xmem.errors import CompositionError, UsageError, unknown
+from xmem.errors import UsageError, unknown
+from xmem_torch import data_parallel, norms
 from xmem_torch.masters import check_gradients, master_of
 
 
@@ -48,25 +49,17 @@ class Training:
             )
         if all(p.grad is None for p in parameters):
             raise UsageError("there are no gradients to clip: call xmem.backward first")
+        parts = norms.parts_of(parameters)
+        if parts:
+            return norms.clip(parameters, parts, max_norm, norm_type)
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
     def finish_micro_batch(self, optimizer: Any) -> None:
         """Nothing is left of it: the graph went with backward."""
 
     def unreduced(self, model: Any) -> AbstractContextManager[Any]:
-        """Enter the model's own `no_sync`."""
-        no_sync = getattr(model, "no_sync", None)
-        if not callable(no_sync):
-            raise UsageError(
-                f"{type(model).__name__} is not data-parallel: it has no no_sync(). Pass the"
-                " wrapped model, or no model= where there is one process"
-            )
-        if getattr(model, "static_graph", False):
-            raise CompositionError(
-                "DistributedDataParallel(static_graph=True) loses a reduction after no_sync"
-                " (pytorch#143580). Leave static_graph out to accumulate"
-            )
-        return no_sync()
+        """Enter the model's own `no_sync`; see `data_parallel`."""
+        return data_parallel.accumulating(model)
 
     def no_grad(self) -> AbstractContextManager[None]:
         """torch.no_grad."""

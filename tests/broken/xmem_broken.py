@@ -421,6 +421,45 @@ class FlatHistory(Delegate):
         return self._real.history()[-1:]
 
 
+class LonelyAllReduce(Delegate):
+    """A reduction that gives each rank its own values back."""
+
+    def all_reduce(self, tensor, op):
+        return Ready(tensor)
+
+
+class Ready:
+    def __init__(self, value):
+        self._value = value
+
+    def wait(self):
+        return self._value
+
+
+class SilentDataParallel(Delegate):
+    """Data parallelism that averages nothing."""
+
+    def data_parallel(self, model, optimizer, reduction):
+        return model
+
+    def no_sync(self, model):
+        return nullcontext()
+
+
+class WholeOptimizer(Delegate):
+    """Every rank keeps all states."""
+
+    def shard_optimizer(self, optimizer):
+        return optimizer
+
+
+class ForgetfulStates(Delegate):
+    """What was saved is read and not taken up."""
+
+    def load_full_state(self, model, optimizer, state):
+        self._real.exchange(b"")
+
+
 LIES = {
     "noop_checkpoint": ("checkpoint", NoopCheckpoint),
     "twice_checkpoint": ("checkpoint", TwiceCheckpoint),
@@ -459,6 +498,10 @@ LIES = {
     "blind_pool": ("pool", BlindPool),
     "nameless_pool": ("pool", NamelessPool),
     "phaseless_pool": ("pool", PhaselessPool),
+    "lonely_all_reduce": ("distributed", LonelyAllReduce),
+    "silent_data_parallel": ("distributed", SilentDataParallel),
+    "whole_optimizer": ("distributed", WholeOptimizer),
+    "forgetful_states": ("distributed", ForgetfulStates),
 }
 
 
@@ -516,6 +559,10 @@ class Twin:
     @hookimpl
     def xmem_pool(self, session):
         return self._hook("pool", session)
+
+    @hookimpl
+    def xmem_distributed(self, session):
+        return self._hook("distributed", session)
 
 
 def __getattr__(name):

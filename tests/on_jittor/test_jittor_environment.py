@@ -18,7 +18,8 @@ def clean(monkeypatch):
     for name in (
         "nvcc_path", "use_mpi", "FIX_TORCH_ERROR", "cache_name", "use_mkl", "mkl_include_path",
         "mkl_lib_path", "log_silent", "log_v", "OMPI_COMM_WORLD_SIZE", "conv_opt", "use_cutt",
-        "use_cutlass", "use_nccl", "cuda_archs", "cc_flags", "NVCC_APPEND_FLAGS",
+        "use_cutlass", "use_nccl", "cuda_archs", "cc_flags", "NVCC_APPEND_FLAGS", "mpicc_path",
+        "OMPI_MCA_mpi_yield_when_idle",
     ):  # fmt: skip
         # Set first, so that what the code under test sets is taken away again.
         monkeypatch.setenv(name, "")

@@ -17,6 +17,7 @@ _VERBS = (
     "diff",
     "doctor",
     "find-batch",
+    "launch",
     "monitor",
     "plan",
     "schema",

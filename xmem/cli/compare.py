@@ -69,7 +69,16 @@ def _a_number(seconds: float) -> float:
     "techniques",
     multiple=True,
     metavar="NAME",
-    help="Technique to apply; may be repeated. Default: all.",
+    help="Technique to apply; may be repeated. Default: all of one process, or with --world those"
+    " of several ranks.",
+)
+@click.option(
+    "--world",
+    default=None,
+    type=click.IntRange(min=1),
+    metavar="RANKS",
+    help="Train on so many ranks with data_parallel, zero1, zero3, tensor_parallel and pipeline,"
+    " beside one process with the whole batch.",
 )
 @click.option(
     "--preset",
@@ -83,10 +92,9 @@ def _a_number(seconds: float) -> float:
 )
 @click.option(
     "--threads",
-    default=2,
-    show_default=True,
+    default=None,
     type=click.IntRange(min=1),
-    help="CPU threads; peaks depend on them.",
+    help="CPU threads of each process; peaks depend on them. Default: 2; with several ranks 1.",
 )
 @click.option(
     "--timeout",
@@ -137,45 +145,47 @@ def command(
     techniques: Sequence[str],
     preset: str,
     device: str,
-    threads: int,
+    threads: int | None,
     timeout_seconds: float,
     limit: str | None,
     steps: int | None,
+    world: int | None,
     folder: Path,
     as_json: bool,
     resume: bool,
 ) -> None:
     """Train the same workloads on every backend with every technique and compare memory.
 
-    Every case runs in a process of its own; one that crashes, hangs or runs out of memory is a
-    row, and the rest still runs. Writes DIR/report.json, report.md, report.html and
-    DIR/cases/*.json.
+    Every case runs in a process of its own, or with --world in one for each rank; one that
+    crashes, hangs or runs out of memory is a row, and the rest still runs. Writes
+    DIR/report.json, report.md, report.html and DIR/cases/*.json.
 
     Exit status: 0 if every case is ok or unsupported (with --limit, out of memory is fine, too);
     1 if one ended with an error, a timeout, out of memory or an unavailable framework, or if
     losses differ by more than they may; 2 if the command line is wrong or no backend is usable;
     130 after Ctrl-C.
     """
-    from xmem.cli.selection import check_names, choose_backends
+    from xmem.cli.selection import check_names, choose_backends, choose_techniques
     from xmem.conformance.runner import matrix
-    from xmem.conformance.techniques import TECHNIQUES
     from xmem.sizes import parse_size
     from xmem.workloads import DEFAULT_WORKLOADS
 
     check_names(workloads, techniques, preset, device)
     limit_bytes = parse_size(limit) if limit is not None else None
     chosen, left_out = choose_backends(backends)
+    names, ranks = choose_techniques(techniques, world)
     run = Run(
         cases=matrix(
             [info.name for info in chosen],
             list(dict.fromkeys(workloads or DEFAULT_WORKLOADS)),
             # Savings are shown as rows come, so what they are held against comes first.
-            sorted(dict.fromkeys(techniques or TECHNIQUES), key=lambda name: name != "baseline"),
+            sorted(names, key=lambda name: name != "baseline"),
             preset=preset,
             device=device,
-            threads=threads,
+            threads=threads or (2 if ranks == 1 else 1),
             limit_bytes=limit_bytes,
             steps=steps,
+            world=ranks,
         ),
         folder=folder,
         resume=resume,
@@ -184,6 +194,8 @@ def command(
     )
     notes = [f"{info.name} is left out: {info.reason}" for info in left_out]
     notes += [n for info in chosen if info.framework and (n := info.framework.first_run_note)]
+    if ranks > 1 and world is None:
+        notes.append(f"techniques of several ranks run on {ranks}; --world says on how many")
     if techniques and "baseline" not in techniques:
         notes.append("no savings are shown without --technique baseline")
     sys.exit(_run(run, notes, limited=limit_bytes is not None))
@@ -269,7 +281,7 @@ def _prepare(run: Run) -> list[str]:
 
 def _collect(run: Run, results: list[Result], progress: LiveProgress | PlainProgress) -> None:
     from xmem.conformance.runner import run_cases
-    from xmem.report.compare import BASELINE, compare_technique, settings_key
+    from xmem.report.compare import BASELINE, baseline_key, compare_technique
 
     baselines: dict[Case, Result] = {}
     coming = run_cases(
@@ -283,7 +295,7 @@ def _collect(run: Run, results: list[Result], progress: LiveProgress | PlainProg
         progress.begin(case)
         result = next(coming)
         results.append(result)
-        key = settings_key(case, technique=BASELINE)
+        key = baseline_key(case)
         if case.technique == BASELINE and result.status == "ok":
             baselines[key] = result
         progress.end(compare_technique(result, baselines.get(key)))
@@ -315,9 +327,10 @@ def _report(run: Run, results: list[Result]) -> None:
 def _summary(report: Report) -> None:
     from xmem.cli.output import print_table
     from xmem.report.facts import statuses_table
+    from xmem.report.ranks import worlds_table
     from xmem.report.tables import frameworks_table
 
-    for table in (frameworks_table(report), statuses_table(report)):
+    for table in (frameworks_table(report), worlds_table(report), statuses_table(report)):
         if table is not None:
             click.echo(f"\n{table.title}")
             print_table(table)

@@ -18,7 +18,12 @@ Finding = tuple[str, Verdict, str]
 
 
 @click.command()
-def command() -> None:
+@click.option(
+    "--distributed",
+    is_flag=True,
+    help="Also start two ranks of each usable backend, and let them communicate.",
+)
+def command(*, distributed: bool) -> None:
     """Check this environment: Python, compiler, backends, companions, foreign packages.
 
     Exit status: 0 without problems, 1 with one.
@@ -27,6 +32,8 @@ def command() -> None:
     from xmem.report.tables import Cell, Table
 
     found = list(_findings())
+    if distributed:
+        found += _distributed()
     rows: list[tuple[Cell, ...]] = [
         (Cell(what), Cell(verdict, _TONES[verdict]), Cell(text)) for what, verdict, text in found
     ]
@@ -79,6 +86,14 @@ def _backends() -> Iterator[Finding]:
             yield _companion(info.name, name)
     if not any(info.usable for info in infos):
         yield "backends", "problem", f"none is usable. {HOW_TO_GET_ONE}"
+
+
+def _distributed() -> Iterator[Finding]:
+    from xmem.distributed import checking
+    from xmem.plugins import backend_infos
+
+    for finding in checking.findings(backend_infos()):
+        yield finding.what, finding.verdict, finding.text
 
 
 def _companion(backend: str, name: str) -> Finding:

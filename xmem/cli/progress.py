@@ -13,6 +13,7 @@ from xmem.report.tables import (
     format_factor,
     format_seconds,
     status_cell,
+    technique_label,
 )
 from xmem.report.text import plain_line, remarks, styled
 from xmem.sizes import format_size
@@ -64,6 +65,10 @@ class PlainProgress(AbstractContextManager["PlainProgress"]):
         self.say(f"[{self._done:{width}}/{self._count}] {plain_line(comparison)}")
 
 
+def _names(case: Case) -> tuple[str, str, str]:
+    return case.workload, technique_label(case), case.backend
+
+
 class LiveProgress(AbstractContextManager["LiveProgress"]):
     """A row per case under one heading, and a bar below that says what runs now."""
 
@@ -82,9 +87,9 @@ class LiveProgress(AbstractContextManager["LiveProgress"]):
             transient=True,
         )
         self._task = self._bar.add_task("", total=len(cases))
+        headings = ("workload", "technique", "backend")
         self._widths = tuple(
-            max(len(name), *(len(getattr(case, name)) for case in cases))
-            for name in ("workload", "technique", "backend")
+            max(map(len, column)) for column in zip(headings, *map(_names, cases), strict=True)
         )
         self._last_reason = ""
 
@@ -107,13 +112,12 @@ class LiveProgress(AbstractContextManager["LiveProgress"]):
 
     def begin(self, case: Case) -> None:
         """Name the case beside the bar."""
-        names = f"{case.workload} {case.technique} {case.backend}"
-        self._bar.update(self._task, description=clean(names))
+        self._bar.update(self._task, description=clean(" ".join(_names(case))))
 
     def end(self, comparison: TechniqueComparison) -> None:
         """Print the row, and the reason of a bad end where it is not the last one again."""
         result = comparison.result
-        names = (result.case.workload, result.case.technique, result.case.backend)
+        names = _names(result.case)
         status = status_cell(result.status)
         if result.status == "ok":
             self._row(

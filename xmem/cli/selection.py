@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from xmem.plugins import BackendInfo
 
+DEFAULT_WORLD = 2
 HOW_TO_GET_ONE = (
     "Install a framework: pip install 'xmem-train[torch]' or pip install 'xmem-train[jittor]'"
 )
@@ -73,3 +74,26 @@ def choose_backends(names: Sequence[str]) -> tuple[list[BackendInfo], list[Backe
         reasons = "".join(f"\n  {info.name}: {info.reason}" for info in unusable)
         raise BackendNotFoundError(f"no backend is usable. {HOW_TO_GET_ONE}{reasons}")
     return usable, unusable
+
+
+def choose_techniques(named: Sequence[str], world: int | None) -> tuple[list[str], int]:
+    """Return which techniques to run, and on how many ranks those that run on several.
+
+    Raises:
+        UsageError: ranks are asked for, and no technique that is named runs on several.
+    """
+    from xmem.conformance.techniques import DISTRIBUTED_TECHNIQUES, TECHNIQUES
+    from xmem.errors import UsageError
+
+    if not named:
+        several = ["baseline", *DISTRIBUTED_TECHNIQUES]
+        return list(TECHNIQUES) if world is None else several, world or 1
+    names = list(dict.fromkeys(named))
+    if any(name in DISTRIBUTED_TECHNIQUES for name in names):
+        return names, world or DEFAULT_WORLD
+    if world is not None and world > 1:
+        raise UsageError(
+            f"--world {world}, but {', '.join(names)} run in one process. Techniques of several"
+            f" ranks: {', '.join(DISTRIBUTED_TECHNIQUES)}"
+        )
+    return names, 1

@@ -13,8 +13,16 @@ from pathlib import Path
 import msgspec
 
 from xmem.children import deaths_survived, end
+from xmem.conformance.gathering import gather
+from xmem.conformance.launched import command_of, end_all, environment_of
 from xmem.conformance.techniques import technique
-from xmem.errors import BackendNotFoundError, SchemaError, unknown
+from xmem.errors import (
+    BackendNotFoundError,
+    CapabilityError,
+    DistributedError,
+    SchemaError,
+    unknown,
+)
 from xmem.report.model import Case, Machine, Result, read_json, write_json
 from xmem.workloads import workload
 
@@ -35,8 +43,11 @@ def matrix(
     limit_bytes: int | None = None,
     save_gradients: bool = False,
     steps: int | None = None,
+    world: int = 1,
 ) -> list[Case]:
     """Return the cases, in an order that compares like with like as they come in.
+
+    Techniques of several ranks run on `world` of them, all others in one process.
 
     Raises:
         UsageError: a workload, technique or preset does not exist.
@@ -63,6 +74,7 @@ def matrix(
             limit_bytes=limit_bytes,
             save_gradients=save_gradients,
             steps=steps,
+            world=world if technique(t).several_ranks else 1,
         )
         for w in workloads
         for t in techniques
@@ -123,25 +135,38 @@ def run_case(
     path.unlink(missing_ok=True)
     log_path = path.with_suffix(".log")
     begin = time.perf_counter()
+    try:
+        command, environment = _command(case, path), _environment(case)
+    except (CapabilityError, DistributedError) as error:  # no launcher; or it is not installed
+        unsupported = isinstance(error, CapabilityError)
+        result = Result(
+            case=case,
+            status="unsupported" if unsupported else "unavailable",
+            reason=str(error),
+            machine=Machine.here(),
+        )
+        write_json(result, path)
+        return result
     with log_path.open("wb") as log, deaths_survived():
         process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "xmem.conformance.worker",
-                msgspec.json.encode(case).decode(),
-                str(path),
-            ],
+            command,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=_environment(case),
+            env=environment,
             start_new_session=True,
         )
         try:
             code = _wait(process, timeout_seconds, log_path, on_status)
         finally:
-            end(process)
+            end(process) if case.world == 1 else end_all(process)
+    return _outcome(case, path, code, timeout_seconds, begin)
+
+
+def _outcome(
+    case: Case, path: Path, code: int | None, timeout_seconds: float, begin: float
+) -> Result:
+    """Return what the processes have written, or what to say of those that have not."""
     reason = None
     if path.exists():
         try:
@@ -151,12 +176,21 @@ def run_case(
     result = Result(
         case=case,
         status="timeout" if code is None else "error",
-        reason=reason or _reason(code, timeout_seconds, log_path),
+        reason=reason or _reason(code, timeout_seconds, path.with_suffix(".log")),
         machine=Machine.here(),
         seconds=time.perf_counter() - begin,
     )
+    if case.world > 1:
+        result = gather(case, path, result)
     write_json(result, path)
     return result
+
+
+def _command(case: Case, path: Path) -> list[str]:
+    worker = ["-m", "xmem.conformance.worker", msgspec.json.encode(case).decode(), str(path)]
+    if case.world == 1:
+        return [sys.executable, *worker]
+    return command_of(case.backend, case.world, worker)
 
 
 def _wait(
@@ -187,6 +221,8 @@ def _wait(
 
 
 def _environment(case: Case) -> dict[str, str]:
+    if case.world > 1:
+        return environment_of(case.backend, case.threads)
     threads = str(case.threads)
     return {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
 

@@ -60,6 +60,7 @@ class Technique:
         loss_tolerance: how far losses may be from the same backend's baseline, relative.
         gradient_tolerance: how far gradients may be, relative in the L2 norm over all of them.
         apply: puts it in force.
+        several_ranks: whether it trains on several ranks; see `xmem.conformance.sharded`.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Technique:
     loss_tolerance: float
     gradient_tolerance: float
     apply: Callable[[Backend, Target], Applied]
+    several_ranks: bool = False
 
 
 def _baseline(backend: Backend, target: Target) -> Applied:
@@ -111,6 +113,18 @@ TECHNIQUES: dict[str, Technique] = {
         Technique("compress", ("saved",), 1e-2, 2e-2, _compress),
     )
 }
+"""What one process does; all of them are run where none is named."""
+
+DISTRIBUTED_TECHNIQUES: dict[str, Technique] = {
+    name: Technique(name, ("distributed",), 1e-5, 1e-5, _baseline, several_ranks=True)
+    for name in ("data_parallel", "zero1", "zero3", "tensor_parallel", "pipeline")
+}
+"""What several ranks do; they are run where they are named, or where a number of ranks is."""
+
+
+def known_technique(name: str) -> Technique | None:
+    """Return a technique by name, or None: a report may have some that are unknown here."""
+    return TECHNIQUES.get(name) or DISTRIBUTED_TECHNIQUES.get(name)
 
 
 def technique(name: str) -> Technique:
@@ -119,6 +133,7 @@ def technique(name: str) -> Technique:
     Raises:
         UsageError: there is none of this name.
     """
-    if name not in TECHNIQUES:
-        raise UsageError(unknown("technique", name, TECHNIQUES))
-    return TECHNIQUES[name]
+    found = known_technique(name)
+    if found is None:
+        raise UsageError(unknown("technique", name, {**TECHNIQUES, **DISTRIBUTED_TECHNIQUES}))
+    return found

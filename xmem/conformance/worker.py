@@ -1,7 +1,8 @@
 """One case, one process, one JSON file: `python -m xmem.conformance.worker CASE RESULT`.
 
 CASE is a `Case` as JSON text, RESULT the file to write. What frameworks print goes nowhere near
-the result.
+the result. Of a case with several ranks each is such a process and writes a file of its own; see
+`xmem.conformance.gathering`.
 """
 
 from __future__ import annotations
@@ -126,6 +127,11 @@ def run(case: Case, gradients_path: Path | None = None) -> Result:
             raise CapabilityError(f"backend {case.backend!r} does not offer {capability!r}")
     if case.limit_bytes is not None:
         backend.measure.set_limit(case.limit_bytes)
+    if technique(case.technique).several_ranks:
+        from xmem.conformance import gathering, sharded
+
+        result = sharded.run(case, backend)
+        return gathering.merged([result]) if case.world == 1 else result
     item = backend.models.item
     current = CaseRun(case, backend)
     losses = []
@@ -263,8 +269,25 @@ def main(arguments: list[str]) -> int:
     path = Path(arguments[1])
     gradients_path = path.with_suffix(".npz") if case.save_gradients else None
     result = attempt(case, gradients_path)
+    if case.world > 1:
+        return _leave(result, path)
     write_json(result, path)
     return 0
+
+
+def _leave(result: Result, path: Path) -> int:
+    """Write a rank's own file; whole ranks leave together, a failed one ends the others."""
+    from xmem import distributed
+    from xmem.conformance.gathering import rank_of_this_process, rank_path
+    from xmem.distributed import failing
+
+    write_json(result, rank_path(path, rank_of_this_process()))
+    watch = failing.current()
+    if result.status == "ok":
+        distributed.destroy()
+    elif watch is not None:
+        watch.roll.fail(result.reason)  # the others end at once, and name this rank
+    return 0 if result.status in ("ok", "unsupported") else 1
 
 
 if __name__ == "__main__":

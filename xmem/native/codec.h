@@ -12,7 +12,7 @@ namespace xmem {
 constexpr int BLOCK = 256;
 
 enum Dtype { FLOAT32 = 0, FLOAT16 = 1, BFLOAT16 = 2 };
-enum Style { SIGNS = 0, PLAIN = 1, FLOOR = 2 };
+enum Style { SIGNS = 0, PLAIN = 1, FLOOR = 2, NEAREST = 3 };
 // The three low bits of a block's scale.
 enum Mode { MODE_SIGNED = 0, MODE_POSITIVE = 1, MODE_SPECIAL = 2, MODE_FLOORED = 3, MODE_PLAIN = 4 };
 
@@ -43,6 +43,14 @@ inline void draw(float* __restrict u, uint32_t first, uint32_t seed) {
         u[i] = (float)(int32_t)(h & 0xffffu) * 0x1p-16f;
         u[i + BLOCK / 2] = (float)(int32_t)(h >> 16) * 0x1p-16f;
     }
+}
+
+// What is added before a value is cut: the same for all where the nearest code is wanted.
+inline void draw_or_halve(float* __restrict u, uint32_t first, uint32_t seed, bool nearest) {
+    if (nearest)
+        std::fill(u, u + BLOCK, 0.5f);
+    else
+        draw(u, first, seed);
 }
 
 // The seed of a block, so that tensors of more than 2^32 elements repeat nothing.
@@ -108,11 +116,11 @@ inline Split split_for(uint32_t below, uint32_t above, int bits) {
 // Turns a block with both signs into codes: those of negative values come first, downwards from 0.
 template <int BITS>
 uint32_t quantize_signed(const float* __restrict x, uint8_t* __restrict codes, Split split,
-                         uint32_t first, uint32_t seed) {
+                         uint32_t first, uint32_t seed, bool nearest) {
     const float inverse = 1.0f / split.scale;
     const int32_t below = split.negative, above = (1 << BITS) - 2 - below, zero = below + 1;
     float u[BLOCK];
-    draw(u, first, seed);
+    draw_or_halve(u, first, seed, nearest);
 #pragma omp simd
     for (int i = 0; i < BLOCK; i++) {
         uint32_t b;
@@ -132,6 +140,8 @@ uint32_t quantize_signed(const float* __restrict x, uint8_t* __restrict codes, S
 template <int BITS>
 uint32_t quantize(const float* __restrict x, uint8_t* __restrict codes, int style, uint32_t first,
                   uint32_t seed) {
+    const bool nearest = style == NEAREST;
+    if (nearest) style = SIGNS;
     constexpr int SIGN_SHIFT = 31 - (BITS - 1);
     int32_t above = 0, below = 0;  // patterns of the largest magnitudes, by sign
 #pragma omp simd reduction(max : above, below)
@@ -164,7 +174,7 @@ uint32_t quantize(const float* __restrict x, uint8_t* __restrict codes, int styl
         }
     }
     if (mode == MODE_SIGNED)
-        return quantize_signed<BITS>(x, codes, split_for(below, above, BITS), first, seed);
+        return quantize_signed<BITS>(x, codes, split_for(below, above, BITS), first, seed, nearest);
     const int count = levels(BITS, mode);
     const float scale = scale_for(largest, count, BITS);
     const float inverse = 1.0f / scale;
@@ -173,7 +183,7 @@ uint32_t quantize(const float* __restrict x, uint8_t* __restrict codes, int styl
     const uint32_t sign_mask = mode == MODE_POSITIVE || mode == MODE_FLOORED ? 0 : 1u << 31;
     const int32_t top = count;
     float u[BLOCK];
-    draw(u, first, seed);
+    draw_or_halve(u, first, seed, nearest);
 #pragma omp simd
     for (int i = 0; i < BLOCK; i++) {
         uint32_t b;

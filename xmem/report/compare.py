@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from xmem.conformance.techniques import TECHNIQUES
+from xmem.conformance.techniques import known_technique
 from xmem.report.model import Case, Report, Result
 
 BASELINE = "baseline"
@@ -38,7 +38,7 @@ class TechniqueComparison:
     Attributes:
         result: the result.
         baseline: the baseline of the same backend, workload and settings, if it ended well; None
-            for a baseline itself.
+            for a baseline itself. It is always of one process, with the whole batch.
         peak_saving_bytes: how much lower the peak is than the baseline's; negative if higher. All
             savings are None where losses differ by more than the tolerance.
         peak_saving_factor: the baseline's peak over this one.
@@ -91,6 +91,11 @@ class FrameworkComparison:
 def settings_key(case: Case, **changes: Any) -> Case:
     """Return what makes two cases comparable: all of a case but whether gradients were kept."""
     return msgspec.structs.replace(case, save_gradients=False, **changes)
+
+
+def baseline_key(case: Case) -> Case:
+    """Return what a case is held against: the same by one process, without a technique."""
+    return settings_key(case, technique=BASELINE, world=1)
 
 
 def loss_difference(
@@ -162,7 +167,7 @@ def compare_technique(result: Result, baseline: Result | None) -> TechniqueCompa
     """Hold one result against a baseline."""
     if result.status != "ok" or result.case.technique == BASELINE:
         baseline = None
-    known = TECHNIQUES.get(result.case.technique)
+    known = known_technique(result.case.technique)
     tolerance = known.loss_tolerance if known is not None else None
     if tolerance is not None and result.case.steps is not None:
         tolerance = LONG_RUN_LOSS_TOLERANCE
@@ -189,10 +194,7 @@ def compare_technique(result: Result, baseline: Result | None) -> TechniqueCompa
 def compare_techniques(report: Report) -> tuple[TechniqueComparison, ...]:
     """Hold every result of a report against its baseline, in the report's order."""
     found = baselines(report)
-    return tuple(
-        compare_technique(r, found.get(settings_key(r.case, technique=BASELINE)))
-        for r in report.results
-    )
+    return tuple(compare_technique(r, found.get(baseline_key(r.case))) for r in report.results)
 
 
 def compare_frameworks(report: Report) -> tuple[FrameworkComparison, ...]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from xmem.report.compare import settings_key
 from xmem.report.model import Case, Report, Result
+from xmem.report.ranks import most_of
 from xmem.report.tables import (
     Cell,
     Table,
@@ -15,6 +16,7 @@ from xmem.report.tables import (
     format_factor,
     format_seconds,
     status_cell,
+    technique_label,
 )
 from xmem.sizes import format_size
 
@@ -81,23 +83,28 @@ def worse(changes: Iterable[CaseChange], tolerance: float) -> tuple[CaseChange, 
 
 
 def diff_table(changes: Iterable[CaseChange], tolerance: float) -> Table:
-    """Every case with both peaks, the change, both statuses and the time ratio."""
+    """Every case with both peaks, the change, both statuses and the time ratio.
+
+    Cases of several ranks show the highest peak of all, and what a rank sends in a step.
+    """
+    changes = tuple(changes)
+    several = any(c.case.world != 1 for c in changes)
     return Table(
         title="A and B",
         columns=(
             "Workload", "Technique", "Backend", "Status", "Peak A", "Peak B", "Change", "Step A",
-            "Step B", "Time ratio",
+            "Step B", "Time ratio", *(("Sent A", "Sent B") if several else ()),
         ),
-        numeric=6,
-        rows=tuple(_row(c, tolerance) for c in changes),
+        numeric=8 if several else 6,
+        rows=tuple(_row(c, tolerance, several=several) for c in changes),
     )  # fmt: skip
 
 
-def _row(change: CaseChange, tolerance: float) -> tuple[Cell, ...]:
+def _row(change: CaseChange, tolerance: float, *, several: bool) -> tuple[Cell, ...]:
     before, after = change.peaks
     return (
         Cell(change.case.workload),
-        Cell(change.case.technique),
+        Cell(technique_label(change.case)),
         Cell(change.case.backend),
         _status(change),
         Cell(format_size(before)),
@@ -106,7 +113,14 @@ def _row(change: CaseChange, tolerance: float) -> tuple[Cell, ...]:
         Cell(format_seconds(change.before.step_seconds if change.before else None)),
         Cell(format_seconds(change.after.step_seconds if change.after else None)),
         Cell(format_factor(change.time_ratio)),
+        *((_sent(change.before), _sent(change.after)) if several else ()),
     )
+
+
+def _sent(result: Result | None) -> Cell:
+    if result is None:
+        return Cell("-", "muted")
+    return Cell(format_size(most_of(result, lambda rank: sum(rank.sent_bytes.values()))))
 
 
 def _status(change: CaseChange) -> Cell:

@@ -9,7 +9,15 @@ from dataclasses import dataclass
 
 from xmem.report.compare import LONG_RUN_LOSS_TOLERANCE, compare_techniques, final_loss
 from xmem.report.model import Report, Result, Status
-from xmem.report.tables import Cell, Table, case_label, format_seconds, loss_cell, status_cell
+from xmem.report.tables import (
+    Cell,
+    Table,
+    case_label,
+    format_seconds,
+    loss_cell,
+    status_cell,
+    technique_label,
+)
 from xmem.sizes import format_size
 
 MEANING = (
@@ -83,7 +91,7 @@ def curves_table(report: Report) -> Table | None:
         rows=tuple(
             (
                 Cell(r.case.workload),
-                Cell(r.case.technique),
+                Cell(technique_label(r.case)),
                 Cell(r.case.backend),
                 Cell(r.dtype or "-"),
                 Cell(str(len(r.losses))),
@@ -123,7 +131,7 @@ def counts_table(report: Report) -> Table | None:
         rows=tuple(
             (
                 Cell(r.case.workload),
-                Cell(r.case.technique),
+                Cell(technique_label(r.case)),
                 Cell(r.case.backend),
                 Cell(r.dtype or "-"),
                 Cell(_count(r.applied_to)),
@@ -170,6 +178,7 @@ def machine_table(report: Report) -> Table:
         ("Preset", _listed({c.preset for c in cases})),
         ("Device asked for", _listed({c.device for c in cases})),
         ("CPU threads", _listed({str(c.threads) for c in cases})),
+        ("Ranks", _listed({str(c.world) for c in cases})),
         ("Cases", f"{len(cases)}, {format_seconds(sum(total))} in all"),
     ]
     if limits - {None}:

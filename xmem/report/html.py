@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from xmem.report import facts
+from xmem.report import facts, ranks
 from xmem.report.model import Report
 from xmem.report.tables import (
     Table,
@@ -39,6 +39,8 @@ def html(report: Report) -> str:
             frameworks_table(report),
             categories_table(report),
             facts.counts_table(report),
+            ranks.worlds_table(report),
+            *ranks.rank_tables(report),
         ),
         failures=facts.failures(report),
         warnings=facts.warnings(report),

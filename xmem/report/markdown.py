@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from xmem.report import facts
+from xmem.report import facts, ranks
 from xmem.report.model import Report
 from xmem.report.tables import (
     Table,
@@ -39,6 +39,8 @@ def _lines(report: Report) -> Iterator[str]:
         frameworks_table(report),
         categories_table(report),
         facts.counts_table(report),
+        ranks.worlds_table(report),
+        *ranks.rank_tables(report),
     ):
         yield from _table(table)
     yield from _failures(report)

@@ -1,6 +1,7 @@
 """Results and reports as data: recorded first, rendered later.
 
-The JSON schema is generated from these classes (`xmem schema`). A reader refuses other versions.
+The JSON schema is generated from these classes (`xmem schema`). A reader takes older versions,
+whose files say less, and refuses newer ones.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import msgspec
 
 from xmem.errors import ReportError, SchemaError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+READABLE_VERSIONS = (1, 2)
+"""1: before results of several ranks (`Case.world`, `Result.engine`, `Result.ranks`)."""
 
 Status = Literal["ok", "unsupported", "unavailable", "out_of_memory", "timeout", "error"]
 STATUSES: tuple[Status, ...] = (
@@ -40,6 +43,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         limit_bytes: allocations beyond it are refused, or None.
         save_gradients: also write the first step's gradients, as an .npz file.
         steps: train for so many steps in all; None for those that are measured only.
+        world: how many ranks train together; 1 for one process alone.
     """
 
     workload: str
@@ -51,11 +55,14 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     limit_bytes: int | None = None
     save_gradients: bool = False
     steps: int | None = None
+    world: int = 1
 
     @property
     def name(self) -> str:
         """A name for files and tests."""
         name = f"{self.backend}-{self.workload}-{self.technique}-{self.preset}-{self.device}"
+        if self.world != 1:
+            name += f"-{self.world}-ranks"
         return name if self.steps is None else f"{name}-{self.steps}-steps"
 
 
@@ -91,8 +98,50 @@ class TimelinePoint(msgspec.Struct, frozen=True, kw_only=True):
     peak_allocated_bytes: int
 
 
+class RankResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank of a case gave. Bytes as in `Result`; unknown is null.
+
+    Attributes:
+        rank: its number, from 0.
+        static_bytes: allocated before a measured step.
+        peak_allocated_bytes: the highest inside a measured step.
+        peaks_bytes: that of each measured step.
+        peak_process_bytes: the process's resident high-water mark, import and all.
+        by_category: bytes by category at the instant of the peak.
+        step_seconds: median wall time of the measured steps.
+        calls: communications in one step, by kind.
+        sent_bytes: bytes that this rank sends in one step, by kind of communication.
+        communication_seconds: the part of the median step that it spent in communications, or
+            waited for them.
+        buffer_bytes: the most that buckets and packed copies took at once: what aggregation itself
+            costs in memory.
+    """
+
+    rank: int
+    static_bytes: int | None = None
+    peak_allocated_bytes: int | None = None
+    peaks_bytes: tuple[int, ...] = ()
+    peak_process_bytes: int | None = None
+    by_category: dict[str, int] | None = None
+    step_seconds: float | None = None
+    calls: dict[str, int] = {}
+    sent_bytes: dict[str, int] = {}
+    communication_seconds: float | None = None
+    buffer_bytes: int | None = None
+
+    @property
+    def peak_above_static_bytes(self) -> int | None:
+        """What a step adds to static bytes."""
+        if self.peak_allocated_bytes is None or self.static_bytes is None:
+            return None
+        return self.peak_allocated_bytes - self.static_bytes
+
+
 class Result(msgspec.Struct, frozen=True, kw_only=True):
     """What one case gave. Bytes as in DESIGN; unknown is null.
+
+    Of several ranks, bytes are those of the rank with the highest peak, which runs out of memory
+    first; times are the slowest rank's, and losses are of the whole batch.
 
     Attributes:
         case: what ran.
@@ -124,6 +173,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
         machine: where it ran.
         started: when, ISO 8601 in UTC.
         seconds: wall time of the whole process.
+        engine: what carried the bytes between ranks: "gloo", "nccl", "mpi"; null for one process.
+        ranks: what each rank gave, in order; empty for one process.
     """
 
     case: Case
@@ -155,6 +206,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     machine: Machine | None = None
     started: str = ""
     seconds: float | None = None
+    engine: str | None = None
+    ranks: tuple[RankResult, ...] = ()
     schema_version: int = SCHEMA_VERSION
 
 
@@ -205,15 +258,25 @@ def read_json(path: Path, kind: type[T]) -> T:
     except msgspec.DecodeError as error:
         raise SchemaError(f"{path} is not JSON: {error}") from error
     version = raw.get("schema_version") if isinstance(raw, dict) else None
-    if version != SCHEMA_VERSION:
+    if version not in READABLE_VERSIONS:
+        readable = " and ".join(map(str, READABLE_VERSIONS))
         raise SchemaError(
-            f"{path} has schema version {version!r}; this xmem reads {SCHEMA_VERSION}. Run the"
+            f"{path} has schema version {version!r}; this xmem reads {readable}. Run the"
             " comparison again, or read it with the xmem that wrote it."
         )
+    _raise_version(raw)
     try:
         return msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:
         raise SchemaError(f"{path} is no {kind.__name__}: {error}") from error
+
+
+def _raise_version(raw: dict[str, Any]) -> None:
+    """Make an older file one of this version: what it does not say has a default."""
+    results = raw.get("results")
+    for record in (raw, *(results if isinstance(results, list) else ())):
+        if isinstance(record, dict):
+            record["schema_version"] = SCHEMA_VERSION
 
 
 def schema() -> dict[str, Any]:

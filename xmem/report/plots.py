@@ -7,7 +7,7 @@ from typing import Any
 
 from xmem.report.compare import compare_techniques, finite
 from xmem.report.model import Report, Result
-from xmem.report.tables import case_label, categories_in, clean
+from xmem.report.tables import case_label, categories_in, clean, technique_label
 from xmem.sizes import format_size
 
 _MIB = 2**20
@@ -67,8 +67,8 @@ def above_static(report: Report) -> Any | None:
     if not results:
         return None
     figure = new_figure("Peak above static, by technique")
-    for name, index in _several([r.case.technique for r in results]).items():
-        rows = [r for r in results if r.case.technique == name]
+    for name, index in _several([technique_label(r.case) for r in results]).items():
+        rows = [r for r in results if technique_label(r.case) == name]
         sizes = [r.peak_above_static_bytes or 0 for r in rows]
         figure.add_trace(
             go.Bar(
@@ -99,7 +99,7 @@ def by_category(report: Report) -> Any | None:
     figure = new_figure("What the peak is made of", height=520)
     x = [
         [label(r.case.workload) for r in results],
-        [label(f"{r.case.backend} {r.case.technique}") for r in results],
+        [label(f"{r.case.backend} {technique_label(r.case)}") for r in results],
     ]
     for index, name in enumerate(categories_in(results)):
         sizes = [(r.by_category or {}).get(name, 0) for r in results]
@@ -133,13 +133,13 @@ def tradeoff(report: Report) -> Any | None:
         return None
     figure = new_figure("What memory costs in time")
     backends = _several([c.result.case.backend for c in rows])
-    techniques = _several([r.case.technique for r in _measured(report)])
+    techniques = _several([technique_label(r.case) for r in _measured(report)])
     for name in techniques:
         for backend, symbol in backends.items():
             own = [
                 c
                 for c in rows
-                if (c.result.case.technique, c.result.case.backend) == (name, backend)
+                if (technique_label(c.result.case), c.result.case.backend) == (name, backend)
             ]
             if not own:
                 continue

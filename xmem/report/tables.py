@@ -23,7 +23,7 @@ from xmem.report.compare import (
     finite,
     time_spread,
 )
-from xmem.report.model import Report, Result, Status
+from xmem.report.model import Case, RankResult, Report, Result, Status
 from xmem.sizes import format_size
 
 Tone = Literal["", "good", "warn", "bad", "muted"]
@@ -96,9 +96,14 @@ def format_change(size_bytes: int | None) -> str:
     return f"{'+' if size_bytes > 0 else ''}{format_size(size_bytes)}"
 
 
+def technique_label(case: Case) -> str:
+    """Name a case's technique for people, with its ranks where there are several."""
+    return case.technique if case.world == 1 else f"{case.technique} ({case.world} ranks)"
+
+
 def case_label(result: Result) -> str:
     """Name a case for people."""
-    return f"{result.case.workload} / {result.case.technique} / {result.case.backend}"
+    return f"{result.case.workload} / {technique_label(result.case)} / {result.case.backend}"
 
 
 def status_cell(status: Status) -> Cell:
@@ -144,7 +149,8 @@ def results_table(report: Report) -> Table:
         numeric=9,
         rows=tuple(_results_row(c) for c in compare_techniques(report)),
         note=(
-            "Savings and ratios are against the same backend's baseline. Peak saved: how much"
+            "Savings and ratios are against the same backend's baseline: one process with the whole"
+            " batch. Peak saved: how much"
             " lower the peak is. Saving above static: the baseline's bytes above static over this"
             " row's. Loss: the largest relative difference over all steps, held against the"
             " technique's tolerance. Step time: the median; a spread (slowest less fastest step"
@@ -159,7 +165,7 @@ def _results_row(comparison: TechniqueComparison) -> tuple[Cell, ...]:
     same = comparison.repeatable
     return (
         Cell(result.case.workload),
-        Cell(result.case.technique),
+        Cell(technique_label(result.case)),
         Cell(result.case.backend),
         status_cell(result.status),
         Cell(format_size(result.static_bytes)),
@@ -215,7 +221,7 @@ def _backend_on_device(result: Result) -> str:
     return f"{result.case.backend}{device}"
 
 
-def categories_in(results: Iterable[Result]) -> tuple[str, ...]:
+def categories_in(results: Iterable[Result | RankResult]) -> tuple[str, ...]:
     """Return the categories that occur, known ones first and in their usual order."""
     found = dict.fromkeys(name for r in results for name in r.by_category or {})
     usual = ("parameter", "buffer", "optimizer", "input", "gradient", "activation", "temporary")
@@ -236,7 +242,7 @@ def categories_table(report: Report) -> Table | None:
         rows=tuple(
             (
                 Cell(r.case.workload),
-                Cell(r.case.technique),
+                Cell(technique_label(r.case)),
                 Cell(r.case.backend),
                 Cell(format_size(r.peak_allocated_bytes)),
                 *(_share_cell(r, n) for n in names),

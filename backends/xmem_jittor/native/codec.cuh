@@ -14,7 +14,7 @@ namespace xmem {
 constexpr int BLOCK = 256;
 constexpr uint32_t MAGNITUDE = 0x7fffffffu, INFINITE = 0x7f800000u, LEAST_NORMAL = 0x00800000u;
 enum { FLOAT32 = 0, FLOAT16 = 1, BFLOAT16 = 2 };
-enum { SIGNS = 0, PLAIN = 1, FLOOR = 2 };
+enum { SIGNS = 0, PLAIN = 1, FLOOR = 2, NEAREST = 3 };
 enum { MODE_SIGNED = 0, MODE_POSITIVE = 1, MODE_SPECIAL = 2, MODE_FLOORED = 3, MODE_PLAIN = 4 };
 
 // What the threads of a block share.
@@ -136,8 +136,9 @@ XMEM_DEVICE uint32_t normal_of(uint32_t a, int bits) {
 XMEM_DEVICE int mode_of(const Shared& s, int style) {
     if (s.largest == 0) return MODE_POSITIVE;
     if (s.largest >= INFINITE) return MODE_SPECIAL;
-    if (s.below) return style == SIGNS ? MODE_SIGNED : MODE_PLAIN;
-    return style == SIGNS ? MODE_POSITIVE : style == FLOOR ? MODE_FLOORED : MODE_PLAIN;
+    const bool signs = style == SIGNS || style == NEAREST;
+    if (s.below) return signs ? MODE_SIGNED : MODE_PLAIN;
+    return signs ? MODE_POSITIVE : style == FLOOR ? MODE_FLOORED : MODE_PLAIN;
 }
 // The step that reaches both ends, when so many of all are below 0.
 XMEM_DEVICE float step_of(float a, float b, int below, int steps) {
@@ -190,7 +191,8 @@ XMEM_DEVICE void encode(Shared& s, int i, int bits, int style, long long first, 
     const uint32_t shifted = seed + (uint32_t)((uint64_t)first >> 32) * 0x85EBCA6Bu;
     const float v = as_float(a < LEAST_NORMAL ? 0 : a);
     const float inverse = over(1.0f, as_float(scale));
-    int k = (int)plus(times(v, inverse), uniform((uint32_t)first, i, shifted));
+    const float u = style == NEAREST ? 0.5f : uniform((uint32_t)first, i, shifted);
+    int k = (int)plus(times(v, inverse), u);
     if (mode == MODE_SIGNED) {
         const int most = b >> 31 ? below : (1 << bits) - 2 - below;
         k = k > most ? most : k;

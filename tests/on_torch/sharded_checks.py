@@ -1,0 +1,111 @@
+"""What is shard_optimizer's and shard_model's own: used by a program on ranks."""
+
+import torch
+from on_torch.sharing import batch, loss_of, mine, model, optimizer, share, train
+from torch import nn
+
+import xmem
+import xmem.distributed as xd
+
+
+def shares():
+    """Return the bytes of all states, and of those on each rank."""
+    trained = model()
+    called, chosen = share("zero1", trained)
+    train(called, chosen, steps=range(2))
+    own = sum(t.nbytes for s in chosen.state.values() for t in s.values())
+    return [int(n) for n in xd.all_gather(torch.tensor(own))]
+
+
+def not_averaged():
+    """Step by shares of gradients that nobody averages."""
+    import warnings
+
+    trained = model()
+    chosen = xd.shard_optimizer(optimizer(trained.parameters()))
+    said = []
+    for step in range(2):
+        loss_of(trained, *map(mine, batch(step))).backward()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            chosen.step()
+        said.append([str(w.message) for w in caught if w.category is xmem.XmemWarning])
+    return said
+
+
+def by_closure():
+    trained = model()
+    chosen = xd.shard_optimizer(optimizer(trained.parameters()))
+    chosen.step(lambda: loss_of(trained, *map(mine, batch(0))))
+
+
+def with_states():
+    trained = model()
+    chosen = optimizer(trained.parameters())
+    loss_of(trained, *batch(0)).backward()
+    chosen.step()
+    xd.shard_optimizer(chosen)
+
+
+def of_all_at_once():
+    xd.shard_optimizer(torch.optim.LBFGS(model().parameters()))
+
+
+def twice():
+    xd.shard_optimizer(xd.shard_optimizer(optimizer(model().parameters())))
+
+
+def of_sharded_parameters():
+    _, chosen = share("zero3", model())
+    xd.shard_optimizer(chosen)
+
+
+def sharded_twice():
+    xd.shard_model(xd.shard_model(model()))
+
+
+def of_data_parallel():
+    called, _ = share("dp", model())
+    xd.shard_model(called)
+
+
+def wrapped_after():
+    trained, chosen = share("zero3", model())
+    xd.data_parallel(trained, chosen)
+
+
+def a_list_of_modules():
+    xd.shard_model(model(), blocks=["layers"])
+
+
+def named_blocks():
+    """Blocks by path; those of other ranks are others."""
+    xd.shard_model(model(), blocks=[f"layers.{xd.rank()}"])
+
+
+def start():
+    """All take rank 0's values."""
+    torch.manual_seed(xd.rank())
+    trained = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    first = torch.cat([p.detach().flatten() for p in trained.parameters()])
+    first = xd.broadcast(first)
+    xd.shard_model(trained)
+    whole = torch.cat([p.full_tensor().detach().flatten() for p in trained.parameters()])
+    return float((whole - first).abs().max())
+
+
+CHECKS = {
+    "shares": shares,
+    "not averaged": not_averaged,
+    "by closure": by_closure,
+    "with states": with_states,
+    "of all at once": of_all_at_once,
+    "twice": twice,
+    "of sharded parameters": of_sharded_parameters,
+    "sharded twice": sharded_twice,
+    "of data-parallel": of_data_parallel,
+    "wrapped after": wrapped_after,
+    "a list of modules": a_list_of_modules,
+    "named blocks": named_blocks,
+    "start": start,
+}
