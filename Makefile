@@ -70,6 +70,9 @@ benchmarks: $(READY)
 	@$(BIN)/python benchmarks/optimizers.py benchmarks/results $(BACKENDS)
 	@$(BIN)/python benchmarks/weights.py benchmarks/results
 	@$(BIN)/python benchmarks/pool.py benchmarks/results
+	@$(BIN)/python benchmarks/all_reduce.py benchmarks/results
+	@$(BIN)/python benchmarks/distributed.py benchmarks/results $(BACKENDS)
+	@$(BIN)/python benchmarks/scale.py benchmarks/results $(BACKENDS)
 
 # The main job once more, kept under benchmarks/results/ and in the README's tables; and long
 # trainings with their loss curves.
