@@ -1,6 +1,10 @@
 """All-reduce: many small tensors in buckets, and what compression sends, errs and costs.
 
-    python benchmarks/all_reduce.py [folder for all_reduce.json and all_reduce.md] [backend ...]
+    python benchmarks/all_reduce.py [FOLDER] [PART ...] [BACKEND ...]
+
+FOLDER is for all_reduce.json and all_reduce.md. PART: many, large, trained; all where none is
+named. What is not run keeps the figures that the folder's all_reduce.json has, and the page says
+of each row when it was measured.
 
 On 2 and 4 ranks of this host, over loopback (PyTorch: gloo; Jittor: MPI), one thread each.
 
@@ -19,6 +23,7 @@ import json
 import statistics
 import sys
 import time
+from datetime import datetime, timezone
 from pathlib import Path
 
 import numpy as np
@@ -110,13 +115,13 @@ def of_large(backend, here):
         result = xd.all_reduce(tensor, compress=compress)
         counted = xd.traffic()
         error = result.numpy() - wanted
-        found[str(compress)] = {
+        found[compress or "float32"] = {
             "sent_bytes": sum(counted.sent_bytes.values()),
             "error": float(np.linalg.norm(error) / np.linalg.norm(wanted)),
             "seconds": timed(lambda how=compress: xd.all_reduce(tensor, compress=how), 5),
         }
         del result
-    return found
+    return {"as": found}
 
 
 def trained(backend, here):
@@ -142,10 +147,99 @@ def trained(backend, here):
             xmem.optimizer_step(optimizer)
             xmem.zero_grad(optimizer)
             losses.append(float(xd.all_reduce(loss, "mean").item()))
-        found[f"{compress}{' with error feedback' if feedback else ''}"] = statistics.mean(
-            losses[-LAST:]
+        way = f"{compress or 'float32'}{' with error feedback' if feedback else ''}"
+        found[way] = statistics.mean(losses[-LAST:])
+    return {"losses": found}
+
+
+def table(columns, rows):
+    """Return a table's lines."""
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    return [*lines, *(f"| {' | '.join(map(str, row))} |" for row in rows)]
+
+
+def many_lines(found):
+    """Return the table of many small tensors."""
+    columns = (
+        "backend", "ranks", "in buckets", "one by one", "the framework's call, one by one",
+        "times faster than one by one", "times faster than the framework's",
+        "extra bytes, in place", "measured",
+    )  # fmt: skip
+    rows = []
+    for run in found:
+        buckets, single, own = (run["seconds"][name] for name in TURNS)
+        rows.append((
+            run["backend"], run["ranks"], f"{buckets * 1e3:.1f} ms", f"{single * 1e3:.0f} ms",
+            f"{own * 1e3:.1f} ms", f"{single / buckets:.1f}", f"{own / buckets:.1f}",
+            f"{run['extra_bytes']:,}", run["measured"],
+        ))  # fmt: skip
+    bytes_in_all = f"{SMALL * ELEMENTS * 4:,} bytes in all, buckets of {BUCKET:,} bytes"
+    head = f"{SMALL:,} float32 tensors of {ELEMENTS} elements, {bytes_in_all}."
+    return [head, "", *table(columns, rows)]
+
+
+def large_lines(found):
+    """Return the table of compression."""
+    columns = (
+        "backend", "ranks", "travels as", "bytes sent by a rank", "to float32's", "error", "time",
+        "measured",
+    )  # fmt: skip
+    rows = [
+        (
+            run["backend"], run["ranks"], compress, f"{row['sent_bytes']:,}",
+            f"{row['sent_bytes'] / run['as']['float32']['sent_bytes']:.4f}",
+            f"{100 * row['error']:.4f} %", f"{row['seconds'] * 1e3:.0f} ms", run["measured"],
         )
-    return found
+        for run in found
+        for compress, row in run["as"].items()
+    ]  # fmt: skip
+    return [f"{LARGE:,} float32 elements, {4 * LARGE:,} bytes.", "", *table(columns, rows)]
+
+
+def trained_lines(found):
+    """Return the table of losses."""
+    columns = ("backend", "gradients travel as", "loss", "to float32's", "measured")
+    rows = [
+        (
+            run["backend"], way, f"{loss:.4f}",
+            f"{100 * (loss / run['losses']['float32'] - 1):+.2f} %", run["measured"],
+        )
+        for run in found
+        for way, loss in run["losses"].items()
+    ]  # fmt: skip
+    return [f"Loss after {STEPS} steps of `gpt2-text` on 2 ranks.", "", *table(columns, rows)]
+
+
+def bars(raw):
+    """Return what was to be reached, what was, and whether it is."""
+    rows = []
+    for run in raw["many"]:
+        name = f"{run['backend']}, {run['ranks']} ranks"
+        times = run["seconds"]["one by one"] / run["seconds"]["buckets"]
+        extra = run["extra_bytes"]
+        rows.append((f"{name}: times faster in buckets", f"{times:.1f}", "at least 3", times >= 3))
+        rows.append((f"{name}: extra bytes", extra, f"at most {BUCKET}", extra <= BUCKET))
+    for run in raw["large"]:
+        name = f"{run['backend']}, {run['ranks']} ranks: int8"
+        share = run["as"]["int8"]["sent_bytes"] / run["as"]["float32"]["sent_bytes"]
+        error = run["as"]["int8"]["error"]
+        rows.append((f"{name}, bytes to float32's", f"{share:.4f}", "at most 0.27", share <= 0.27))
+        rows.append((f"{name}, error", f"{100 * error:.2f} %", "at most 1 %", error <= 0.01))
+    for run in raw["trained"]:
+        apart = abs(run["losses"]["int8 with error feedback"] / run["losses"]["float32"] - 1)
+        name = f"{run['backend']}: int8 with error feedback, loss apart from float32's"
+        rows.append((name, f"{100 * apart:.2f} %", "at most 1 %", apart <= 0.01))
+    return table(
+        ("bar", "measured", "wanted", ""),
+        [(*row, "holds" if holds else "MISSED") for *row, holds in rows],
+    )
+
+
+PARTS = {
+    "many": (of_many, WORLDS, many_lines),
+    "large": (of_large, WORLDS, large_lines),
+    "trained": (trained, (2,), trained_lines),
+}
 
 
 def on_rank(name, folder, part):
@@ -159,87 +253,40 @@ def on_rank(name, folder, part):
 
         torch.set_num_threads(1)
     here = xd.init(timeout=300)
-    parts = {"many": of_many, "large": of_large, "trained": trained}
-    on_ranks.leave(folder, here, parts[part](backend, here))
+    on_ranks.leave(folder, here, PARTS[part][0](backend, here))
 
 
-def many_lines(rows):
-    """Return the table of many small tensors."""
-    lines = [
-        f"{SMALL:,} float32 tensors of {ELEMENTS} elements, {SMALL * ELEMENTS * 4:,} bytes in all,"
-        f" buckets of {BUCKET:,} bytes.",
-        "",
-        "| backend | ranks | in buckets | one by one | the framework's call, one by one | times"
-        " faster than one by one | times faster than the framework's | extra bytes, in place |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for (backend, world), found in rows.items():
-        buckets, single, own = (found["seconds"][name] for name in TURNS)
-        lines.append(
-            f"| {backend} | {world} | {buckets * 1e3:.1f} ms | {single * 1e3:.0f} ms"
-            f" | {own * 1e3:.1f} ms | {single / buckets:.1f} | {own / buckets:.1f}"
-            f" | {found['extra_bytes']:,} |"
-        )
-    return lines
+def kept(path):
+    """Return the runs of each part that a file has."""
+    found = json.loads(path.read_text()) if path is not None and path.exists() else {}
+    return {part: found.get(part, []) for part in PARTS}
 
 
-def large_lines(rows):
-    """Return the table of compression."""
-    lines = [
-        f"{LARGE:,} float32 elements, {4 * LARGE:,} bytes.",
-        "",
-        "| backend | ranks | travels as | bytes sent by a rank | to float32's | error | time |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for (backend, world), found in rows.items():
-        whole = found["None"]["sent_bytes"]
-        lines += [
-            f"| {backend} | {world} | {'float32' if compress == 'None' else compress}"
-            f" | {row['sent_bytes']:,} | {row['sent_bytes'] / whole:.4f}"
-            f" | {100 * row['error']:.4f} % | {row['seconds'] * 1e3:.0f} ms |"
-            for compress, row in found.items()
-        ]
-    return lines
+def put(runs, run):
+    """Put a run in the place of an older one of the same backend and ranks, or at the end."""
+    names = [(other["backend"], other["ranks"]) for other in runs]
+    here = (run["backend"], run["ranks"])
+    if here in names:
+        runs[names.index(here)] = run
+    else:
+        runs.append(run)
 
 
-def trained_lines(rows):
-    """Return the table of losses."""
-    lines = [
-        f"Loss after {STEPS} steps of `gpt2-text` on 2 ranks.",
-        "",
-        "| backend | gradients travel as | loss | to float32's |",
-        "|---|---|---|---|",
-    ]
-    for backend, found in rows.items():
-        lines += [
-            f"| {backend} | {way.replace('None', 'float32')} | {loss:.4f}"
-            f" | {100 * (loss / found['None'] - 1):+.2f} % |"
-            for way, loss in found.items()
-        ]
-    return lines
-
-
-def main(folder, backends):
-    """Print and write all tables."""
-    many, large, losses = {}, {}, {}
+def main(folder, parts, backends):
+    """Measure, print all tables, and write them."""
+    raw = kept(folder / "all_reduce.json" if folder else None)
     for backend in backends:
-        for world in WORLDS:
-            many[backend, world] = on_ranks.start(__file__, backend, world, "many")[0]
-            large[backend, world] = on_ranks.start(__file__, backend, world, "large")[0]
-            print(many[backend, world], large[backend, world], file=sys.stderr)
-        losses[backend] = on_ranks.start(__file__, backend, 2, "trained", limit_seconds=1800)[0]
-        print(losses[backend], file=sys.stderr)
-    parts = [many_lines(many), large_lines(large), trained_lines(losses)]
-    text = "\n\n".join("\n".join(lines) for lines in parts) + "\n"
-    print(text)
+        for part in parts:
+            for world in PARTS[part][1]:
+                found = on_ranks.start(__file__, backend, world, part, limit_seconds=1800)[0]
+                today = datetime.now(timezone.utc).date().isoformat()
+                put(raw[part], {"backend": backend, "ranks": world, "measured": today, **found})
+    page = [lines(raw[part]) for part, (_, _, lines) in PARTS.items()]
+    text = "\n\n".join("\n".join(lines) for lines in [*page, bars(raw)]) + "\n"
     if folder:
-        raw = {
-            "many": [{"backend": b, "ranks": n, **row} for (b, n), row in many.items()],
-            "large": [{"backend": b, "ranks": n, **row} for (b, n), row in large.items()],
-            "trained": losses,
-        }
-        (Path(folder) / "all_reduce.json").write_text(json.dumps(raw, indent=1) + "\n")
-        (Path(folder) / "all_reduce.md").write_text(text)
+        (folder / "all_reduce.json").write_text(json.dumps(raw, indent=1) + "\n")
+        (folder / "all_reduce.md").write_text(text)
+    print(text)
 
 
 if __name__ == "__main__":
@@ -247,6 +294,9 @@ if __name__ == "__main__":
         on_rank(*sys.argv[2:5])
     else:
         given = sys.argv[1:]
-        chosen = [word for word in given if word in BACKENDS]
-        folders = [word for word in given if word not in BACKENDS]
-        main(folders[0] if folders else None, chosen or list(BACKENDS))
+        folders = [word for word in given if word not in (*PARTS, *BACKENDS)]
+        main(
+            Path(folders[0]) if folders else None,
+            [word for word in given if word in PARTS] or list(PARTS),
+            [word for word in given if word in BACKENDS] or list(BACKENDS),
+        )

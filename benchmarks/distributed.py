@@ -16,6 +16,11 @@ from on_ranks import leave, measured, start
 MIB = 2**20
 WORLD = 2
 TECHNIQUES = ("data_parallel", "zero1", "zero3", "tensor_parallel", "pipeline")
+TITLE = "# Memory per rank of each technique, on two ranks"
+BUFFERS = (
+    "Buffers: the most that buckets and packed copies took at once; a dash where tensors are sent"
+    " from where they lie."
+)
 # Peak MiB per rank of the GPT on PyTorch.
 PEAKS = {
     "data_parallel": 62.0,
@@ -105,10 +110,10 @@ def lines_of(framework, model, alone, ranks):
         static = highest(ranks, technique, "static_bytes")
         sent = max(sum(rank[technique]["sent_bytes"].values()) for rank in ranks)
         buffers = highest(ranks, technique, "buffer_bytes")
+        held = f"{buffers / MIB:.2f}" if buffers else "-"
         lines.append(
             f"| {framework} | {model} | {technique} | {static / MIB:.2f} | {peak / MIB:.2f} |"
-            f" {peak / parallel:.2f} | {peak / whole:.2f} | {sent / MIB:.2f} |"
-            f" {buffers / MIB:.2f} |"
+            f" {peak / parallel:.2f} | {peak / whole:.2f} | {sent / MIB:.2f} | {held} |"
         )
     return lines
 
@@ -132,7 +137,7 @@ def main(folder, frameworks):
         lines.append(
             f"| {bar} | {value:.3f} | {most:g} | {'holds' if value <= most else 'MISSED'} |"
         )
-    text = "\n".join(["# Memory per rank of each technique, on two ranks", "", *lines, ""])
+    text = "\n".join([TITLE, "", BUFFERS, "", *lines, ""])
     print(text)
     if folder:
         (Path(folder) / "distributed.md").write_text(text)

@@ -143,11 +143,23 @@ class Death:
         return "\n".join(line[len(prefix) :] for line in lines if line.startswith(prefix))
 
 
-def die(backend, body, folder, *, victim=1, size=2, delay=0.3, how=signal.SIGKILL, timeout=None):
+def die(
+    backend,
+    body,
+    folder,
+    *,
+    victim=1,
+    size=2,
+    delay=0.3,
+    how=signal.SIGKILL,
+    timeout=None,
+    options=(),
+):
     """Run a program, send one rank a signal after a while, and wait for the end.
 
     Args:
         how: the signal; None where the program itself fails.
+        options: more of them for the launcher.
     """
     timeout = timeout or TIMEOUT_SECONDS
     folder = Path(folder)
@@ -161,6 +173,7 @@ def die(backend, body, folder, *, victim=1, size=2, delay=0.3, how=signal.SIGKIL
         ranks=size,
         timeout=timeout,
         environment={"TMPDIR": str(temporary)},
+        options=options,
     )
     try:
         reports = [folder / f"{rank}.json" for rank in range(size)]

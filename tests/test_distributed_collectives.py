@@ -10,7 +10,7 @@ from xmem.distributed import (
     broadcast,
     reduce_scatter,
 )
-from xmem.distributed.traffic import traffic
+from xmem.distributed.counting import traffic
 from xmem.errors import CollectiveMismatchError, DistributedError, UsageError
 
 

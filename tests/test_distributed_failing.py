@@ -1,3 +1,4 @@
+import json
 import signal
 import subprocess
 import sys
@@ -385,6 +386,25 @@ def test_the_launchers_timeout_holds_where_init_has_none(alone, monkeypatch):
     monkeypatch.setenv(world.TIMEOUT_VARIABLE, "x")
     with pytest.raises(UsageError, match="XMEM_TIMEOUT is 'x'"):
         world.init()
+
+
+def test_a_barrier_that_meets_other_calls_names_them(alone):
+    world.init()
+    asked = json.dumps({"what": "all_reduce", "is": "4f", "error": "", "tells": 1}).encode()
+    alone.exchange = lambda payload: [payload, asked, b"destroy"]
+    told = "ranks called different things: 'barrier', 'all_reduce', 'destroy', by rank"
+    with pytest.raises(CollectiveMismatchError, match=told) as caught:
+        world.barrier()
+    assert caught.value.ranks == (1, 2)
+    alone.exchange = lambda payload: [payload]
+
+
+@pytest.mark.parametrize("seconds", [1e300, 1e10])
+def test_a_timeout_that_no_clock_can_hold_is_refused(alone, monkeypatch, seconds):
+    monkeypatch.setenv(world.TIMEOUT_VARIABLE, str(seconds))
+    with pytest.raises(UsageError, match=r"XMEM_TIMEOUT is .* at most"):
+        world.init()
+    assert alone.calls == []
 
 
 def test_ranks_started_for_another_backend_are_told(alone, monkeypatch):

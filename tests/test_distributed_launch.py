@@ -2,13 +2,16 @@
 
 import contextlib
 import json
+import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import dying
 import pytest
@@ -30,7 +33,9 @@ DRIVER = f"import sys; sys.path[:0] = [{HERE!r}]; from fakes.launcher import mai
 class Launched:
     """A run of `xmem launch`, under way or over."""
 
-    def __init__(self, folder, body, *options, ranks=2, arguments=(), **environment):
+    def __init__(
+        self, folder, body, *options, ranks=2, arguments=(), prepare=None, out=None, **environment
+    ):
         self.folder = folder
         self.temporary = folder / "tmp"
         self.temporary.mkdir()
@@ -39,13 +44,14 @@ class Launched:
         noted = f"open({str(folder)!r} + f'/pid{{RANK}}', 'w').write(str(os.getpid()))\n"
         script.write_text(head + noted + textwrap.dedent(body))
         command = [sys.executable, "-c", DRIVER, "-n", str(ranks), *options, str(script)]
-        self.out, self.err = folder / "out", folder / "err"
+        self.out, self.err = out or folder / "out", folder / "err"
         with self.out.open("wb") as out, self.err.open("wb") as err:
             self.process = subprocess.Popen(
                 [*command, *arguments],
                 stdout=out,
                 stderr=err,
                 start_new_session=True,
+                preexec_fn=prepare or heed_signals,  # the tests may run in the background
                 env={**os.environ, "TMPDIR": str(self.temporary), **environment},
             )
 
@@ -56,9 +62,9 @@ class Launched:
         finally:
             ranks.end(self.process)
 
-    def ready(self):
-        """Wait until both ranks have printed, and return the job's processes."""
-        ranks.wait_for(lambda: self.stdout().count("ready") == 2, self.stderr(), limit=30)
+    def ready(self, count=2):
+        """Wait until ranks have printed, and return the job's processes."""
+        ranks.wait_for(lambda: self.stdout().count("ready") == count, self.stderr(), limit=30)
         return ranks.session_of(self.process.pid)
 
     def stdout(self):
@@ -76,6 +82,11 @@ class Launched:
 
         ranks.wait_for(gone, f"the end of {processes}", limit=10)
         dying.assert_nothing_is_left(self.process.pid, processes, set(), self.temporary)
+
+
+def heed_signals():
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 @pytest.fixture
@@ -148,6 +159,8 @@ def test_a_killed_rank_is_the_first_though_one_that_saw_it_die_is_heard_of_befor
         """
         print("ready", flush=True)
         if RANK == 0:
+            while not os.path.exists(os.path.join(os.path.dirname(__file__), "pid1")):
+                time.sleep(0.01)
             os._exit(1)
         time.sleep(0.2)
         os.kill(os.getpid(), 9)
@@ -222,9 +235,85 @@ def test_signals_are_passed_on_to_the_ranks(launched, number, status):
     job.assert_nothing_is_left(processes)
 
 
+def test_what_nohup_ignores_is_not_passed_on(launched):
+    job = launched(
+        'print("ready", flush=True)\ntime.sleep(2)',
+        prepare=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
+    )
+    job.ready()
+    job.process.send_signal(signal.SIGHUP)
+    assert job.wait() == 0, job.stderr()
+
+
+def test_a_signal_while_ranks_are_started_ends_those_and_starts_no_more(launched):
+    job = launched('print("ready", flush=True)\ntime.sleep(90)', FAKE_LAUNCHER_PAUSES="4")
+    processes = job.ready(1)
+    job.process.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    assert job.wait() == 130
+    assert time.monotonic() - began < 3.5
+    assert not (job.folder / "pid1").exists()
+    job.assert_nothing_is_left(processes)
+
+
+def test_a_rank_that_comes_when_another_has_failed_is_not_started(launched):
+    job = launched("sys.exit(4 if RANK == 0 else time.sleep(90))", FAKE_LAUNCHER_PAUSES="1")
+    assert job.wait() == 4
+    assert not (job.folder / "pid1").exists()
+
+
+def test_strangers_who_connect_change_nothing(launched):
+    job = launched('print("ready", flush=True)\ntime.sleep(3)')
+    words = [word for pid in job.ready() for word in command_of(pid).split()]
+    [name] = {word for word in words if word.startswith("@xmem-launch-")}
+    for said in (
+        b"GET / HTTP/1.1\r\n\r\n",
+        b'{"status": 9}\n',
+        b'{"rank": 0}\n',
+        b"3\n",
+        b"x" * 9999,
+    ):
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.settimeout(10)
+            stranger.connect("\0" + name[1:])
+            stranger.sendall(said)
+            with contextlib.suppress(ConnectionError):
+                assert stranger.recv(1) == b""
+    assert job.wait() == 0, job.stderr()
+
+
+def test_output_that_cannot_be_written_ends_the_job_and_says_so(launched):
+    job = launched("while True: print('y' * 100)", "--grace", "0.1", out=Path("/dev/full"))
+    assert job.wait() == 1
+    assert "what the ranks print cannot be written" in job.stderr()
+    assert "No space left" in job.stderr()
+    job.assert_nothing_is_left([])
+
+
+def test_without_a_stdout_of_its_own_it_runs_all_the_same(launched):
+    job = launched('print("x", flush=True)', prepare=lambda: os.close(1))
+    assert job.wait() == 0, job.stderr()
+    assert job.stdout() == ""
+
+
+def test_variables_of_another_launcher_do_not_number_the_ranks(launched):
+    job = launched('print("x", flush=True)', OMPI_COMM_WORLD_RANK="7")
+    assert job.wait() == 0, job.stderr()
+    assert sorted(job.stdout().splitlines()) == ["[0] x", "[1] x"]
+
+
 @pytest.mark.parametrize("victim", ["xmem launch", "torchrun", "keeper"])
 def test_killing_any_part_of_it_leaves_nothing_running(launched, victim):
-    job = launched('print("ready", flush=True)\ntime.sleep(90)', "--grace", "0.1")
+    job = launched(
+        """
+        import subprocess
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(90)"])
+        print("ready", flush=True)
+        time.sleep(90)
+        """,
+        "--grace",
+        "0.1",
+    )
     processes = job.ready()
     keepers = [pid for pid in processes if "keeping.py" in command_of(pid)]
     keepers = [pid for pid in keepers if "fakes/launcher.py" not in command_of(pid)]
@@ -290,6 +379,9 @@ def test_only_whole_lines_are_passed_on():
     assert target[1:] == [b"[7] d\n"]
     lines.close()
     assert len(target) == 2
+    for piece in (b"e\r", b"\nf\r", b"g\n"):
+        lines.add(piece)
+    assert target[2:] == [b"[7] e\n", b"[7] f\n", b"[7] g\n"]
     lines.add(b"x" * 70000)
     assert len(target[-1]) == 70005, "a line without an end does not fill the memory"
 
@@ -333,6 +425,7 @@ def test_what_cannot_be_started_is_exit_2(monkeypatch, tmp_path, infos, argument
         (("-n", "0", "x.py"), "0 is not in the range"),
         (("-n", "2", "nowhere.py"), "there is no file 'nowhere.py'"),
         (("-n", "2", "--timeout", "0", "x.py"), "--timeout"),
+        (("-n", "2", "--bakend", "torch", "x.py"), "No such option '--bakend'"),
         (("x.py",), "--ranks"),
         (("-n", "2"), "SCRIPT"),
     ],
@@ -370,6 +463,14 @@ def test_a_launcher_or_number_that_is_none_is_refused():
     for job, message in (
         (launching.Job("numpy", "", 2, ("x.py",)), "has no launcher"),
         (launching.Job("torch", "torchrun", 0, ("x.py",)), "0 ranks"),
+        *(
+            (launching.Job("torch", "torchrun", 2, ("x.py",), timeout), "timeout is")
+            for timeout in (math.nan, math.inf, 1e300)
+        ),
+        *(
+            (launching.Job("torch", "torchrun", 2, ("x.py",), 9, grace), "grace is")
+            for grace in (math.nan, math.inf, -1)
+        ),
     ):
         with pytest.raises(UsageError, match=message):
             launching.launch(job, output=sys.stdout.buffer, errors=sys.stderr.buffer)
@@ -381,6 +482,30 @@ def test_one_host_keeps_to_loopback_and_what_the_user_has_set_wins(monkeypatch):
     monkeypatch.setenv("OMPI_MCA_btl_tcp_if_include", "eth7")
     assert launching.environment_for("mpirun")["OMPI_MCA_btl_tcp_if_include"] == "eth7"
     assert "OMPI_MCA_pml" not in launching.environment_for("torchrun")
+
+
+def test_the_launchers_files_go_where_there_is_room(monkeypatch, tmp_path):
+    def usage(free_bytes):
+        return lambda path: SimpleNamespace(free=free_bytes)
+
+    monkeypatch.setattr(launching.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(launching, "_SHARED_MEMORY", str(tmp_path / "shared"))
+    (tmp_path / "shared").mkdir()
+    monkeypatch.setattr(launching.shutil, "disk_usage", usage(1 << 40))
+    assert Path(launching._made_folder(4)).parent == tmp_path / "shared"
+    monkeypatch.setattr(launching.shutil, "disk_usage", usage(64 << 20))
+    assert Path(launching._made_folder(2)).parent == tmp_path / "shared"
+    assert Path(launching._made_folder(4)).parent == tmp_path
+    monkeypatch.setattr(launching.tempfile, "tempdir", str(tmp_path / "nowhere"))
+    with pytest.raises(DistributedError, match=r"nowhere.*TMPDIR"):
+        launching._made_folder(4)
+
+
+def test_threads_are_those_that_this_process_may_use(monkeypatch, tmp_path):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(launching.os, "sched_getaffinity", lambda process: range(6))
+    job = launching.Job("torch", "torchrun", 2, ("x.py",))
+    assert launching._environment(job, str(tmp_path), "")["OMP_NUM_THREADS"] == "3"
 
 
 def test_launching_imports_no_framework():

@@ -76,8 +76,16 @@ def test_equal_losses_stay_as_they_are(tmp_path):
     assert make_gathered(tmp_path, *(make_part(r, losses=third) for r in (0, 1))).losses == third
 
 
-def test_the_reason_is_the_failure_that_came_first_and_names_its_rank(tmp_path):
-    lost = make_bad("error", "RankLostError: rank 1 has failed")
+@pytest.mark.parametrize(
+    "consequence",
+    [
+        "RankLostError: rank 1 has failed",
+        "CollectiveTimeoutError: rank 1 is late",
+        "DistributedError: all_reduce failed: connection reset by peer",
+    ],
+)
+def test_the_reason_is_the_failure_that_came_first_and_names_its_rank(tmp_path, consequence):
+    lost = make_bad("error", consequence)
     own = make_bad("out_of_memory", "OutOfMemoryError: no room")
     found = make_gathered(tmp_path, lost, own)
     assert (found.status, found.reason) == ("out_of_memory", "rank 1: OutOfMemoryError: no room")
@@ -176,13 +184,19 @@ def test_reports_of_one_process_have_no_table_of_ranks():
     assert ranks.rank_tables(report) == ()
 
 
-def test_unknown_figures_of_ranks_are_dashes():
+def test_unknown_figures_of_ranks_are_dashes_and_columns_without_any_are_left_out():
     report = make_two_worlds(
         peak_allocated_bytes=None, communication_seconds=None, buffer_bytes=None, calls={}
     )
     (table,) = ranks.rank_tables(report)
     assert [cell.text for cell in table.rows[0]][2:4] == ["-", "-"]
-    assert ranks.worlds_table(report).rows[0][-1].text == "-"
+    for shown in (table, ranks.worlds_table(report)):
+        assert not {"Buffers", "In communication"} & set(shown.columns)
+        assert {len(row) for row in shown.rows} == {len(shown.columns)}
+        assert shown.is_numeric(len(shown.columns) - 1)
+    assert not ranks.worlds_table(report).is_numeric(4)
+    some = make_two_worlds(communication_seconds=None)
+    assert "Buffers" in ranks.worlds_table(some).columns
 
 
 def test_markdown_html_and_figures_show_ranks(monkeypatch):

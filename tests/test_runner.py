@@ -1,13 +1,15 @@
 """The runner: one case, one process, one file, whatever the process does."""
 
 import os
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from xmem.conformance import worker
-from xmem.conformance.runner import finished, matrix, result_path, run_case, run_cases
+from xmem.conformance.launched import start
+from xmem.conformance.runner import _wait, finished, matrix, result_path, run_case, run_cases
 from xmem.errors import BackendNotFoundError, UsageError
 from xmem.report.model import Case, Result, read_json
 
@@ -60,6 +62,15 @@ def test_what_a_backend_says_while_it_works_is_passed_on(crashy, tmp_path):
     said = []
     assert run_case(case(), tmp_path, on_status=said.append).status == "ok"
     assert set(said) == {"xmem: half way there"}
+
+
+def test_what_all_ranks_say_while_they_work_is_passed_on_once(tmp_path):
+    lines = ["[1] xmem: compiling", "[0] xmem: compiling", "[0] [1] xmem: no", "[0] xmem: done"]
+    log = tmp_path / "log"
+    process = start([sys.executable, "-c", f"print({chr(10).join(lines)!r})"], log, {})
+    said = []
+    assert _wait(process, 60.0, log, said.append) == 0
+    assert said == ["xmem: compiling", "xmem: done"]
 
 
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV", "SIGABRT"])

@@ -12,9 +12,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from xmem import accumulating, api, in_backward, loop
-from xmem.errors import UsageError
+from xmem.errors import CompositionError, UsageError
 
 _scalers: weakref.WeakSet[GradScaler] = weakref.WeakSet()
+_refused: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+
+
+def refuse(optimizer: Any, reason: str) -> None:
+    """Let no scaler unscale an optimizer's gradients, which no scaled loss can have made."""
+    _refused[optimizer] = reason
 
 
 def forget(optimizer: Any) -> None:
@@ -93,9 +99,11 @@ class GradScaler:
         Raises:
             UsageError: they have been unscaled, or stepped, since the last update, or are a part
                 of what `xmem.accumulate` adds up.
+            CompositionError: they are made where no loss can be scaled, by `Pipeline.step`.
         """
         if not self.enabled:
             return
+        _check_scaled(optimizer)
         if optimizer in self._stepped:
             raise UsageError("unscale_ comes before step; call update() after each step")
         if optimizer in self._unscaled:
@@ -110,6 +118,7 @@ class GradScaler:
 
         Raises:
             UsageError: the optimizer has stepped since the last update.
+            CompositionError: see `unscale_`.
         """
         if optimizer in self._stepped:
             raise UsageError("step has been called for this optimizer since the last update()")
@@ -118,6 +127,7 @@ class GradScaler:
             accumulation.check_step()
         if not self.enabled:
             return loop.optimizer_step(optimizer)
+        _check_scaled(optimizer)
         result = self._scaler.step(optimizer)
         self._stepped.add(optimizer)
         accumulating.mark_unscaled(optimizer, unscaled=False)
@@ -172,6 +182,11 @@ class GradScaler:
                 f" {', '.join(state) or 'nothing'}. Was it saved with enabled=False?"
             )
         self._scaler.load_state_dict(dict(state))
+
+
+def _check_scaled(optimizer: Any) -> None:
+    if optimizer in _refused:
+        raise CompositionError(_refused[optimizer])
 
 
 def _check(name: str, value: Any, what: str, *, valid: bool) -> None:

@@ -22,11 +22,11 @@ from weakref import WeakKeyDictionary
 import jittor as jt
 
 from xmem.codec import BLOCK
-from xmem.distributed.traffic import note
+from xmem.distributed.counting import note
 from xmem.distributing import Reduction
 from xmem_jittor import codec, halves, messages, ranks, shares
-from xmem_jittor.flat import flattened
-from xmem_jittor.message_nodes import view
+from xmem_jittor.flat import count_buffer, flattened
+from xmem_jittor.message_nodes import to_bfloat16, view
 
 _HALVES = {"bf16": "bfloat16", "fp16": "float16"}
 DEFAULT = Reduction(25 << 20, None, error_feedback=False)
@@ -55,15 +55,11 @@ class Averaging:
         if size == 1 or not gradients:
             return list(gradients)
         found: list[Any] = [None] * len(gradients)
-        order = jt.flags.node_order
-        jt.flags.node_order = 1
-        try:
+        with jt.flag_scope(node_order=1):
             for numbers in self._buckets(gradients):
                 parts = self._reduced([gradients[i] for i in numbers], tuple(numbers), size)
                 for i, value in zip(numbers, parts, strict=True):
                     found[i] = value
-        finally:
-            jt.flags.node_order = order
         return found
 
     def _buckets(self, gradients: Sequence[Any]) -> list[list[int]]:
@@ -93,6 +89,7 @@ class Averaging:
         else:
             flat = flattened(gradients)
             note("all_reduce", flat.nbytes, size)
+            count_buffer(flat.nbytes)
             flat = messages.all_reduce(flat, "mean")
         place, parts = 0, []
         for gradient in gradients:
@@ -115,6 +112,9 @@ class Averaging:
             left = (flat - view(back, (count,), 0)).stop_fuse()
             # What is not finite is told once, not kept for ever.
             self._lost[key] = jt.ternary(jt.isfinite(left), left, jt.zeros_like(left)).stop_grad()
+        # The gradients, what packing has made of them, and both halves of the copy into one.
+        kept = rows.nbytes if self.reduction.error_feedback else 0
+        count_buffer(rows.nbytes + kept + 2 * sent.nbytes)
         note("all_to_all", sent.nbytes, size)
         received = messages.all_to_all(sent)
         width = received.shape[1]
@@ -136,9 +136,16 @@ def _in_half(flat: Any, dtype: str, size: int) -> Any:
 
     Divided first: a sum of float16 could overflow.
     """
-    sent = halves.to_half((flat * (1.0 / size)).stop_fuse(), dtype)
+    count_buffer(2 * flat.nbytes)  # as they are, and divided
+    sent = _to_half((flat * (1.0 / size)).stop_fuse(), dtype)
     note("all_reduce", sent.nbytes, size)
     return halves.to_float32(messages.all_reduce(sent, "sum")).stop_fuse()
+
+
+def _to_half(flat: Any, dtype: str) -> Any:
+    if dtype == "bfloat16" and not jt.flags.use_cuda:
+        return to_bfloat16(flat)  # Jittor's own cast on a CPU cuts the rest off
+    return halves.to_half(flat, dtype)
 
 
 _averaged: WeakKeyDictionary[Any, Averaging] = WeakKeyDictionary()

@@ -92,28 +92,34 @@ def decode(packed: Any, count: int) -> Any:
 
 def all_reduce(tensor: Any, op: Op) -> Pending:
     """Combine over ranks, in the tensor's own memory where nothing else reads it."""
-    return Done(_ready(messages.all_reduce(tensor, op, in_place=True)))
+    return Done(_sent(messages.all_reduce(tensor, op, in_place=True)))
 
 
 def broadcast(tensor: Any, source: int) -> Pending:
     """Give every rank the source's values."""
     x = tensor if ranks.rank() == source else None
-    return Done(_ready(messages.broadcast(x, source, tensor.shape, str(tensor.dtype))))
+    return Done(_sent(messages.broadcast(x, source, tensor.shape, str(tensor.dtype))))
 
 
 def all_gather(tensor: Any) -> Pending:
     """(...) -> (world_size, ...)."""
-    return Done(_ready(messages.all_gather(tensor)))
+    return Done(_sent(messages.all_gather(tensor)))
 
 
 def reduce_scatter(tensor: Any, op: Op) -> Pending:
     """(world_size, ...) -> (...)."""
-    return Done(_ready(messages.reduce_scatter(tensor, op)))
+    return Done(_sent(messages.reduce_scatter(tensor, op)))
 
 
 def all_to_all(tensor: Any) -> Pending:
     """(world_size, ...) -> (world_size, ...), by sender."""
-    return Done(_ready(messages.all_to_all(tensor)))
+    return Done(_sent(messages.all_to_all(tensor)))
+
+
+def _sent(tensor: Any) -> Any:
+    """Compute what ranks have been asked for; `xmem.distributed.sending` counts the time."""
+    with ranks.timed():
+        return _ready(tensor)
 
 
 def _ready(tensor: Any) -> Any:

@@ -17,13 +17,13 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import jittor as jt
 
-from xmem.distributed.traffic import note
+from xmem.distributed.counting import note
 from xmem.distributing import Reduction
 from xmem.errors import CompositionError, UsageError
 from xmem_jittor import gradients, messages, methods, ranks, shares
 from xmem_jittor.averaging import Averaging
 from xmem_jittor.checkpoint import Checkpoint
-from xmem_jittor.flat import flattened
+from xmem_jittor.flat import count_buffer, flattened
 from xmem_jittor.message_nodes import joined, view
 from xmem_jittor.trial import trying
 
@@ -103,6 +103,7 @@ def equalize(tensors: Sequence[Any]) -> None:
 def _send(tensors: list[Any], size: int) -> None:
     flat = flattened(tensors)
     note("broadcast", flat.nbytes, size)
+    count_buffer(flat.nbytes)
     flat = messages.broadcast(flat, 0, flat.shape, str(flat.dtype))
     place = 0
     for tensor in tensors:

@@ -12,6 +12,8 @@ from typing import Any
 
 import jittor as jt
 
+from xmem.distributed.counting import hold, release
+
 _INTO = """
     #ifdef JIT_cuda
     cudaMemcpyAsync((char*){out} + (long long)data["at"], {value}->mem_ptr, {value}->size,
@@ -37,6 +39,12 @@ def flattened(tensors: Sequence[Any]) -> Any:
                 flat = _in_place(flat, value, data)
             at += tensor.nbytes
     return flat
+
+
+def count_buffer(size_bytes: int) -> None:
+    """Count a buffer's bytes; executed, it is gone before the next one is made."""
+    hold(size_bytes)
+    release(size_bytes)
 
 
 def _code(

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from pickle import PickleError
 from typing import Any
 
 import jittor as jt
@@ -22,6 +24,8 @@ from xmem_jittor import few_bits, gradients, masters, ranks, shares, states, who
 from xmem_jittor.sharded_optimizers import of as sharded_states
 from xmem_jittor.sharded_optimizers import state_names
 
+# Names for which jt.save writes PyTorch's format: it needs PyTorch, and has no place for all types.
+_NOT_OURS = (".pt", ".pth", ".bin")
 _FLAT = "uint8"  # of states in few bits, which know nothing of axes
 
 
@@ -56,6 +60,12 @@ def scatter(model: Any, optimizer: Any, state: Mapping[str, Any] | None) -> None
 
 def save_file(state: Mapping[str, Any], path: str) -> None:
     """Write a file by jt.save, with NumPy arrays for tensors."""
+    if path.endswith(_NOT_OURS):
+        raise UsageError(
+            f"jt.save and jt.load of Jittor 1.3.11 take a name in {Path(path).suffix!r} for one of"
+            " PyTorch's format, which has no place for all types of a state. Give another name,"
+            " e.g. 'state.pkl'"
+        )
     held: list[Any] = []
     template = take_apart(dict(state), jt.Var, held)
     jt.save(fill(template, [v.numpy() for v in held]), path)
@@ -65,7 +75,7 @@ def load_file(path: str) -> dict[str, Any]:
     """Read a file by jt.load."""
     try:
         state = jt.load(path)
-    except (RuntimeError, ValueError, EOFError) as error:
+    except (RuntimeError, ValueError, EOFError, LookupError, AssertionError, PickleError) as error:
         raise UsageError(f"{path!r} is no file that jt.save wrote: {error}") from error
     return state if isinstance(state, dict) else {"": state}
 

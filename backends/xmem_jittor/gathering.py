@@ -13,7 +13,7 @@ from typing import Any
 import jittor as jt
 
 from xmem.containers import fill, leaves, take_apart
-from xmem.distributed.traffic import note
+from xmem.distributed.counting import note
 from xmem.errors import CompositionError
 from xmem.records import Recompute
 from xmem_jittor import messages, ranks, shares

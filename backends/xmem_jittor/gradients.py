@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 import jittor as jt
 
-from xmem.distributed.traffic import note
+from xmem.distributed.counting import note
 from xmem.distributing import Op
 from xmem.errors import UsageError
 from xmem_jittor import halves, messages, ranks, shares
@@ -96,6 +96,14 @@ def check_averaged(optimizer: Any, before: str) -> None:
             f"{before} came while gradients are this rank's own: they were added up under no_sync."
             " Compute the last micro-batch's gradients outside of it"
         )
+
+
+def make_room(optimizer: Any) -> None:
+    """Let groups without gradients have some, of zeros, as Jittor's own backward does."""
+    for group in optimizer.param_groups:
+        if "grads" not in group:
+            zeros = [jt.zeros(p.shape, p.dtype) for p in group["params"]]
+            group["grads"] = [zero.stop_grad().stop_fuse() for zero in zeros]
 
 
 def note_count(optimizer: Any) -> None:

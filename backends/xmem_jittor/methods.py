@@ -84,10 +84,7 @@ def backward_of(optimizer: Any, loss: Any, retain_graph: bool = False) -> None:
     found = jt.grad(loss, [*parameters, *inputs], retain_graph)[: len(parameters)]
     found = [gradient.stop_grad() for gradient in found]
     optimizer.n_step += 1
-    for group in optimizer.param_groups:
-        if "grads" not in group:
-            zeros = [jt.zeros(p.shape, p.dtype) for p in group["params"]]
-            group["grads"] = [z.stop_grad().stop_fuse() for z in zeros]
+    gradients.make_room(optimizer)
     held = [group["grads"][i] for group, i in places]
     _put(averaging, parameters, found, held, adds=adds)
     optimizer._Optimizer__zero_grad = False

@@ -18,9 +18,9 @@ from typing import Any
 
 import jittor as jt
 
+from xmem.distributed.counting import note
 from xmem.distributed.schedules import order
 from xmem.distributed.stage_errors import StageError, computing
-from xmem.distributed.traffic import note
 from xmem.distributing import Schedule
 from xmem.errors import CompositionError, UsageError
 from xmem_jittor import gradients, halves, messages, methods, ranks, shares
@@ -206,8 +206,8 @@ class _Step:
             assert self.received is not None
             dtype = self.received.gradient_dtype
             self._send("gradient_sent", number, halves.cast(found.pop(0), dtype), self._rank - 1)
-        for i, wanted in enumerate(self._wanted):
-            if wanted:
+        with jt.flag_scope(node_order=1):  # each when it is there, and not all after the last one
+            for i in self._wanted:
                 before = self._summed[i]
                 self._summed[i] = found[i] if before is None else (before + found[i]).stop_fuse()
 
@@ -224,10 +224,8 @@ class _Step:
             if gradient is not None
         }
         self._summed = []
+        gradients.make_room(optimizer)
         for group in optimizer.param_groups:
-            if "grads" not in group:
-                zeros = [jt.zeros(p.shape, p.dtype) for p in group["params"]]
-                group["grads"] = [zero.stop_grad().stop_fuse() for zero in zeros]
             for parameter, held in zip(group["params"], group["grads"], strict=True):
                 gradient = found.get(parameter.var_ptr)
                 if gradient is not None:
@@ -269,8 +267,8 @@ def _check_output(output: Any, rank: int) -> None:
     )
 
 
-def _wanted(optimizer: Any, parameters: Sequence[Any]) -> list[bool]:
-    """Say which parameters of the stage the optimizer trains.
+def _wanted(optimizer: Any, parameters: Sequence[Any]) -> list[int]:
+    """Return the numbers of the stage's parameters that the optimizer trains.
 
     Raises:
         UsageError: it trains others, or none.
@@ -283,7 +281,7 @@ def _wanted(optimizer: Any, parameters: Sequence[Any]) -> list[bool]:
             f"{len(strange)} of the optimizer's {len(given)} trained parameters are not those of"
             " this rank's stage. Give the optimizer of Pipeline.module.parameters()"
         )
-    return [p.var_ptr in given for p in parameters]
+    return [i for i, p in enumerate(parameters) if p.var_ptr in given]
 
 
 def _mark(stage: Any) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import jittor as jt
 
+from xmem.distributed.counting import ask, waited
 from xmem.distributing import World
 from xmem.errors import (
     CollectiveMismatchError,
@@ -108,6 +109,7 @@ def start(engine: str, timeout_seconds: float, device: str) -> World:
         )
     messages.begin(world.rank, world.size, _worlds)
     _state = _State(world)
+    ask(spent_seconds)
     return world
 
 
@@ -191,6 +193,21 @@ def seed() -> int:
     state = _known()
     state.rounded += 1
     return (state.rounded * 0x9E3779B1 + state.world.rank * 0x85EBCA77) & 0xFFFFFFFF
+
+
+def spent_seconds() -> float:
+    """Return the seconds that native code has spent in calls since this was last asked."""
+    return float(native.mpi().xmem_mpi_spent()) if jt.in_mpi else 0.0
+
+
+@contextmanager
+def timed() -> Iterator[None]:
+    """Leave the calls inside of the block out of `spent_seconds`: who makes them counts them."""
+    waited(spent_seconds())
+    try:
+        yield
+    finally:
+        spent_seconds()
 
 
 @contextmanager

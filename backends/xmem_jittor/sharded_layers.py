@@ -17,8 +17,8 @@ from typing import Any
 import jittor as jt
 from jittor import nn
 
+from xmem.distributed.counting import note
 from xmem.distributed.layer_plans import Layer, check_sizes, chosen
-from xmem.distributed.traffic import note
 from xmem.distributing import Dim
 from xmem.errors import CompositionError, UsageError
 from xmem.receipts import Receipt

@@ -25,7 +25,7 @@ from typing import Any
 import jittor as jt
 
 from xmem.checkpointing import CheckpointedForward, is_recomputed
-from xmem.distributed.traffic import note
+from xmem.distributed.counting import note
 from xmem.errors import CompositionError, UsageError
 from xmem.receipts import Receipt
 from xmem_jittor import gradients, messages, methods, ranks, shares

@@ -19,11 +19,12 @@ from weakref import WeakKeyDictionary, ref
 
 import jittor as jt
 
-from xmem.distributed.traffic import note
+from xmem.distributed.counting import note
 from xmem.errors import CompositionError, UsageError
 from xmem_jittor import few_bits, gradients, masters, messages, methods, ranks, shares, training
 from xmem_jittor.averaging import DEFAULT, Averaging, known
 from xmem_jittor.data_parallel import equalize
+from xmem_jittor.flat import count_buffer
 from xmem_jittor.message_nodes import joined, view
 
 _SENT_BYTES = 1 << 20  # what is larger goes without a copy
@@ -163,7 +164,10 @@ class ShardedStates:
         if owner == self._rank:
             held = [p.detach() for p in parameters]
             sent = held[0] if len(held) == 1 else joined(held)
-        note("broadcast", sum(p.nbytes for p in parameters), self._size)
+        size_bytes = sum(p.nbytes for p in parameters)
+        note("broadcast", size_bytes, self._size)
+        if len(parameters) > 1:
+            count_buffer(size_bytes)
         flat = messages.broadcast(sent, owner, shape, dtype)
         if owner == self._rank:
             return

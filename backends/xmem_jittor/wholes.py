@@ -9,7 +9,7 @@ from typing import Any
 import jittor as jt
 import numpy as np
 
-from xmem.distributed.traffic import note
+from xmem.distributed.counting import note
 from xmem.errors import CompositionError
 from xmem_jittor import messages, ranks, shares
 from xmem_jittor.message_nodes import joined, view

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from xmem.codec import packed_bytes
+from xmem.distributed.counting import waited
+from xmem.distributed.failing import communicating
+from xmem.distributed.sending import buffer
 from xmem.distributing import Kind, Op, Pending
 from xmem.errors import UsageError
 from xmem_torch import codec, ranks
@@ -24,9 +28,24 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 _UNKNOWN_TO_GLOO = (torch.int16, torch.uint16, torch.uint32, torch.uint64)
 _LONGEST_HOLD_SECONDS = 0.5
 
-# Renamed in 2.13, where the old names warn.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# Renamed in 2.13, where the old name warns.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@contextmanager
+def counted(doing: str, buffer_bytes: int = 0) -> Iterator[None]:
+    """Count the time of PyTorch's own calls and the memory that they take; explain a failure.
+
+    Args:
+        doing: what is done, for a person.
+        buffer_bytes: of buckets and copies that are there until the block ends.
+    """
+    begun = time.perf_counter()
+    try:
+        with buffer(buffer_bytes), communicating(doing):
+            yield
+    finally:
+        waited(time.perf_counter() - begun)
 
 
 class Sent:
@@ -145,7 +164,7 @@ def all_gather(tensor: Any) -> Pending:
     if ranks.size() == 1:
         result[0].copy_(own)
     return _start(
-        lambda all_, one: _all_gather(all_, one, async_op=True),
+        lambda all_, one: ranks.all_gather(all_, one, async_op=True),
         [result, own],
         lambda: result,
     )

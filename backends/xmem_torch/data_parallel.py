@@ -19,10 +19,11 @@ from torch.autograd.graph import _engine_run_backward
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from xmem.distributed.traffic import note
+from xmem.distributed.counting import note
 from xmem.distributed.world import current
 from xmem.distributing import Reduction
 from xmem.errors import CompositionError, UsageError
+from xmem_torch.communication import counted
 from xmem_torch.gradient_hooks import Averaging, average
 from xmem_torch.local_parts import is_sharded
 from xmem_torch.masters import master_of, parameters_of
@@ -37,15 +38,21 @@ _STATIC_GRAPH = (
 
 _NOT_AVERAGED = (
     "the optimizer was to step with gradients that have not been averaged over ranks since its last"
-    " step. Call the model that data_parallel returned, not the one inside; make the last forward"
-    " pass outside of no_sync or, in xmem.accumulate, after the backward before it; and where some"
-    " parameters take no part in some steps, say unused_parameters=True"
+    " step. Call the model that data_parallel returned, not the one inside; call backward once for"
+    " each forward pass; make the last forward pass outside of no_sync or, in xmem.accumulate,"
+    " after the backward before it; and where some parameters take no part in some steps, say"
+    " unused_parameters=True; and freeze layers before data_parallel"
 )
 _UNFINISHED = "Expected to have finished reduction in the prior iteration"
 _UNUSED = (
     "some parameters of the model got no gradient in the last backward, so that it was not averaged"
     " as a whole: call data_parallel(..., unused_parameters=True) where some take no part in some"
-    " steps, or freeze those that never do (requires_grad_(False))"
+    " steps, or freeze those that never do (requires_grad_(False)) before data_parallel"
+)
+_LATE = (
+    "{count} parameters of the optimizer, the first of shape {shape}, have gradients that are not"
+    " averaged over ranks: they wanted none, or were not there, when data_parallel was called. Set"
+    " requires_grad before it; what a model trains cannot change afterwards"
 )
 
 # Models that are data-parallel with nobody: there is one rank.
@@ -59,12 +66,11 @@ class DataParallel(DistributedDataParallel):
     averaging: Averaging
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the model; notes what PyTorch sends before it."""
+        """Run the model; says in xmem's words what PyTorch finds wrong."""
         if torch.is_grad_enabled() and not self.require_backward_grad_sync:
             self.averaging.reduced = False
-        if self.will_sync_module_buffers() and self.modules_buffers:
-            sent = sum(b.nbytes for b in self.modules_buffers)
-            note("broadcast", sent, self.averaging.ranks)
+        elif torch.is_grad_enabled():
+            self.averaging.expected = True
         try:
             if not self.find_unused_parameters:
                 self._release_buckets()
@@ -74,11 +80,23 @@ class DataParallel(DistributedDataParallel):
                 raise CompositionError(_UNUSED) from error
             raise
 
+    def _sync_buffers(self) -> None:
+        """Let PyTorch give all ranks rank 0's buffers, in copies one after another."""
+        sent = sum(b.nbytes for b in self.modules_buffers)
+        note("broadcast", sent, self.averaging.ranks)
+        with counted("the broadcast of buffers", sent):
+            super()._sync_buffers()
+
+    def _have_new_buckets(self) -> bool:
+        """Let PyTorch order its buckets as gradients came in the first step; once."""
+        with counted("the agreement on buckets"):
+            return bool(self.reducer._rebuild_buckets())
+
     def _release_buckets(self) -> None:
         """Give back the memory of buckets without gradients, also of those made only now."""
         averaging, parameters = self.averaging, list(self.module.parameters())
         averaging.buckets.release(parameters)
-        if not torch.is_grad_enabled() or not self.reducer._rebuild_buckets():
+        if not torch.is_grad_enabled() or not self._have_new_buckets():
             return
         self._has_rebuilt_buckets = True
         averaging.buckets.forget()
@@ -114,13 +132,17 @@ def wrap(model: Any, optimizer: Any, reduction: Reduction) -> Any:
     )
     parallel.averaging = averaging = Averaging(reduction, ranks)
     parallel.register_comm_hook(averaging, average)
-    handles = averaging.buckets.follow(parallel.parameters())
+    handles = averaging.buckets.follow(parallel.parameters(), averaging.arrived)
     for p in parallel.parameters():
-        _averaged[p] = True
+        if p.requires_grad:
+            _averaged[p] = True
 
-    def check_averaged(*_: Any) -> None:
+    def check_averaged(stepping: Any, *_: Any) -> None:
         if not averaging.reduced:
             raise CompositionError(_NOT_AVERAGED)
+        late = [p for p in parameters_of(stepping) if p.grad is not None and not is_averaged(p)]
+        if late:
+            raise CompositionError(_LATE.format(count=len(late), shape=tuple(late[0].shape)))
 
     def stepped(*_: Any) -> None:
         averaging.reduced = False

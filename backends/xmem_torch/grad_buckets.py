@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,9 +44,10 @@ class GradBuckets:
     def __init__(self) -> None:
         self._by_parameter: dict[int, _Bucket] = {}
 
-    def follow(self, parameters: Iterable[torch.Tensor]) -> list[Any]:
-        """Watch for gradients to come; returns the hooks' handles."""
-        return [p.register_hook(self._taker(id(p))) for p in parameters if p.requires_grad]
+    def follow(self, parameters: Iterable[torch.Tensor], arrived: Callable[[], None]) -> list[Any]:
+        """Watch for gradients to come, and say so; returns the hooks' handles."""
+        trained = [p for p in parameters if p.requires_grad]
+        return [p.register_hook(self._taker(id(p), arrived)) for p in trained]
 
     def filled(self, buffer: torch.Tensor, parameters: list[torch.Tensor]) -> None:
         """Take note of a bucket whose gradients are all there."""
@@ -72,10 +73,11 @@ class GradBuckets:
         """Forget buckets in whose place others have been made."""
         self._by_parameter.clear()
 
-    def _taker(self, parameter: int) -> Any:
+    def _taker(self, parameter: int, arrived: Callable[[], None]) -> Any:
         buckets = self._by_parameter
 
         def take(_: Any) -> None:
+            arrived()
             bucket = buckets.get(parameter)
             if bucket is not None and not bucket.buffer.untyped_storage().nbytes():
                 bucket.buffer.untyped_storage().resize_(bucket.size_bytes)

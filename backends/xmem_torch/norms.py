@@ -14,7 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from xmem.distributed.traffic import note
+from xmem.distributed.counting import note
+from xmem_torch import ranks
+from xmem_torch.communication import counted
 from xmem_torch.local_parts import is_spread, local_part
 
 
@@ -49,7 +51,8 @@ def clip(parameters: Sequence[Any], parts: set[int], max_norm: float, norm_type:
         scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
         for gradient, _ in held:
             gradient.mul_(scale.to(gradient.device, gradient.dtype))
-    return total
+    doubles = any(gradient.dtype == torch.float64 for gradient, _ in held)
+    return total if doubles else total.float()
 
 
 def agree_on_infinity(found: Sequence[torch.Tensor]) -> None:
@@ -59,16 +62,20 @@ def agree_on_infinity(found: Sequence[torch.Tensor]) -> None:
 
 
 def _norm(gradients: Sequence[torch.Tensor], norm_type: float, device: Any) -> torch.Tensor:
+    """Return a norm as float64, the one type on all ranks, whatever gradients each of them has."""
     norms = [
-        torch.linalg.vector_norm(g, norm_type, dtype=torch.float32).to(device)
+        torch.linalg.vector_norm(
+            g, norm_type, dtype=torch.promote_types(g.dtype, torch.float32)
+        ).to(device, torch.float64)
         for g in gradients
         if g.numel()
     ]
     if not norms:
-        return torch.zeros((), device=device)
+        return torch.zeros((), device=device, dtype=torch.float64)
     return torch.linalg.vector_norm(torch.stack(norms), norm_type)
 
 
 def _reduce(tensor: torch.Tensor, op: Any) -> None:
     note("all_reduce", tensor.nbytes, dist.get_world_size())
-    dist.all_reduce(tensor, op)
+    with counted("all_reduce of a norm, or of what a scaler found"):
+        ranks.wait(dist.all_reduce(tensor, op, async_op=True))

@@ -7,16 +7,19 @@ statistics are updated once too often and with garbage: here that pass leaves no
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from xmem.distributed.counting import note, waited
+from xmem.distributed.sending import buffer
 from xmem.distributed.stage_errors import computing
-from xmem.distributed.traffic import note
 from xmem.distributing import Schedule
 from xmem.errors import CompositionError, UsageError
 from xmem_torch import ranks
@@ -50,15 +53,24 @@ class Run:
         target = targets if rank == last else None
         schedule = self._scheduled(key, given, target)
         losses: list[torch.Tensor] = []
-        schedule.step(*given, target=target, losses=losses, return_outputs=False)
-        self._note(schedule)
+        stage, begun = schedule._stage, time.perf_counter()
+        stage.computed_seconds = 0.0
+        with buffer(stage.buffer_bytes()):
+            schedule.step(*given, target=target, losses=losses, return_outputs=False)
+        if last:
+            waited(time.perf_counter() - begun - stage.computed_seconds)
+        self._note(stage)
         if rank < last:
             return None
         return float(torch.stack([loss.detach().double().reshape(()) for loss in losses]).sum())
 
-    def _loss(self, output: Any, target: Any) -> Any:
-        with computing():
-            return self._loss_fn(output, target) / self._micro_batches
+    def _loss(self, stage: Any, output: Any, target: Any) -> Any:
+        with stage.timed(), computing():
+            loss = self._loss_fn(output, target)
+            if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+                found = tuple(loss.shape) if isinstance(loss, torch.Tensor) else loss
+                raise UsageError(f"loss_fn returned {found}: give a mean, a tensor of one number")
+            return loss / self._micro_batches
 
     def _scheduled(self, key: str, given: tuple[Any, ...], target: Any) -> Any:
         """Return a schedule that knows what travels."""
@@ -71,8 +83,9 @@ class Run:
         from xmem_torch.pipeline_stages import SCHEDULES, Stage
 
         stage = Stage(self.module, self._schedule, self._micro_batches)
+        loss_fn = partial(self._loss, stage)
         schedule = SCHEDULES[self._schedule](
-            stage, self._micro_batches, loss_fn=self._loss, scale_grads=False
+            stage, self._micro_batches, loss_fn=loss_fn, scale_grads=False
         )
         stage.has_backward = True
         parts = self._micro_batches
@@ -96,8 +109,7 @@ class Run:
             " Concatenate them, or cut the model elsewhere"
         )
 
-    def _note(self, schedule: Any) -> None:
-        stage = schedule._stage
+    def _note(self, stage: Any) -> None:
         meta = stage._stage_meta
         outputs = () if stage.is_last else meta.outputs
         gradients = () if stage.is_first else meta.input_grads

@@ -38,7 +38,7 @@ _LONGEST_BYTES = 64 * 1024
 _SLICE = timedelta(milliseconds=200)
 
 # Renamed in 2.13, where the old name warns.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass
@@ -221,7 +221,7 @@ def _gathered(payload: bytes, size_bytes: int) -> list[bytes]:
     state = _known()
     mine = torch.frombuffer(bytearray(payload.ljust(size_bytes, b"\0")), dtype=torch.uint8)
     rows = torch.frombuffer(bytearray(state.world.size * size_bytes), dtype=torch.uint8)
-    wait(_all_gather(rows, mine, group=state.control, async_op=True), on_host=True)
+    wait(all_gather(rows, mine, group=state.control, async_op=True), on_host=True)
     whole = rows.numpy().tobytes()
     return [whole[at : at + size_bytes] for at in range(0, len(whole), size_bytes)]
 

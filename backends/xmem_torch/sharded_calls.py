@@ -1,7 +1,7 @@
 """How a sharded model's parameters are gathered and its gradients reduced (`fully_shard`, 2.13).
 
-They are PyTorch's own calls, counted in `xmem.distributed.traffic` and, on a CPU, waited for with
-an eye on ranks that are gone.
+They are PyTorch's own calls, counted in `xmem.distributed.traffic` with the flat copies that they
+read or write, and, on a CPU, waited for with an eye on ranks that are gone.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultReduceScatter,
 )
 
-from xmem.distributed.failing import communicating
-from xmem.distributed.traffic import note
+from xmem.distributed.counting import note
 from xmem_torch import ranks
+from xmem_torch.communication import counted
 
 
 class Gathering(DefaultAllGather):
@@ -34,9 +34,8 @@ class Gathering(DefaultAllGather):
         note("all_gather", output_tensor.nbytes, group.size())
         if async_op or input_tensor.device.type != "cpu":
             return super().__call__(output_tensor, input_tensor, group, async_op)
-        work = super().__call__(output_tensor, input_tensor, group, async_op=True)
-        with communicating("the gathering of parameters"):
-            ranks.wait(work)
+        with counted("the gathering of parameters", output_tensor.nbytes):
+            ranks.wait(super().__call__(output_tensor, input_tensor, group, async_op=True))
         return None
 
 
@@ -55,8 +54,7 @@ class Reducing(DefaultReduceScatter):
         note("reduce_scatter", input_tensor.nbytes, group.size())
         if async_op or input_tensor.device.type != "cpu":
             return super().__call__(output_tensor, input_tensor, group, op, async_op)
-        work = super().__call__(output_tensor, input_tensor, group, op, async_op=True)
-        with communicating("the reduction of gradients"):
-            ranks.wait(work)
+        with counted("the reduction of gradients", input_tensor.nbytes):
+            ranks.wait(super().__call__(output_tensor, input_tensor, group, op, async_op=True))
         input_tensor.untyped_storage().resize_(0)  # PyTorch holds the tensor, and reads it no more
         return None

@@ -20,13 +20,13 @@ from weakref import WeakSet
 import torch
 from torch.nn import functional
 
-from xmem.distributed.failing import communicating
+from xmem.distributed.counting import note
 from xmem.distributed.layer_plans import Layer, check_sizes, chosen
-from xmem.distributed.traffic import note
 from xmem.distributing import Dim
 from xmem.errors import CompositionError, UsageError
 from xmem.receipts import Receipt
 from xmem_torch import communication, ranks
+from xmem_torch.communication import counted
 from xmem_torch.masters import master_of
 
 # Modules whose parameters, by name, are this rank's alone: sharded layers, stages of a pipeline.
@@ -124,7 +124,7 @@ def _sum(tensor: torch.Tensor) -> torch.Tensor:
     """Add up over ranks, in the tensor's own memory where that is dense."""
     own = tensor if tensor.is_contiguous() else tensor.contiguous()
     note("all_reduce", own.nbytes, ranks.size())
-    with communicating("all_reduce of a sharded layer"):
+    with counted("all_reduce of a sharded layer", 0 if own is tensor else own.nbytes):
         result: torch.Tensor = communication.all_reduce(own, "sum").wait()
     return own if result.data_ptr() == own.data_ptr() else result
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from xmem.checkpointing import is_recomputed
-from xmem.distributed.traffic import note
+from xmem.distributed.counting import note
 from xmem.distributed.world import current
 from xmem.errors import CompositionError, UsageError
 from xmem.planned import PlannedForward, TracedForward
@@ -52,8 +52,15 @@ def shard(model: Any, blocks: Sequence[Any]) -> Receipt:
         module.set_modules_to_backward_prefetch([module])  # itself: no other one ahead of time
         module.set_custom_all_gather(Gathering())
         module.set_custom_reduce_scatter(Reducing())
+    model.register_forward_hook(_let_go)
     kept = sum(p._local_tensor.nbytes for p in model.parameters())
     return Receipt("shard_model", "torch", len(parameters), expected_saving_bytes=whole - kept)
+
+
+def _let_go(model: Any, *_: Any) -> None:
+    """Free what PyTorch keeps gathered for backward where none will come; it would become old."""
+    if not torch.is_grad_enabled():
+        model.reshard()
 
 
 def _take_from_first(model: Any) -> None:
@@ -99,7 +106,26 @@ def _check(model: Any, blocks: Sequence[Any]) -> None:
                 f"{type(module).__name__} is a list of modules that is never called itself: name"
                 " the modules in it as blocks"
             )
+    _check_shared(model, blocks)
     _check_forwards(model)
+
+
+def _check_shared(model: Any, blocks: Sequence[Any]) -> None:
+    """Refuse parameters that lie in two places which are gathered at different times."""
+    homes: dict[int, Any] = {}
+    for block in blocks:
+        for module in block.modules():
+            homes[id(module)] = block  # the innermost, as PyTorch takes them in this order
+    first: dict[int, tuple[str, Any]] = {}
+    for path, module in model.named_modules():
+        home = homes.get(id(module))
+        for name, p in module._parameters.items():
+            where = f"{path}.{name}".removeprefix(".")
+            if p is not None and first.setdefault(id(p), (where, home))[1] is not home:
+                raise CompositionError(
+                    f"{where} and {first[id(p)][0]} are one parameter, and lie in blocks that are"
+                    " gathered at different times: leave these out of blocks=[...]"
+                )
 
 
 def _check_forwards(model: Any) -> None:

@@ -20,10 +20,12 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from xmem.distributed.traffic import note
+from xmem.distributed.counting import note
+from xmem.distributed.sending import buffer
 from xmem.distributed.world import current
 from xmem.errors import CompositionError, UsageError, XmemWarning
-from xmem_torch import few_bits
+from xmem_torch import communication, few_bits, ranks
+from xmem_torch.communication import counted
 from xmem_torch.data_parallel import is_averaged
 from xmem_torch.masters import are_masters, parameters_of
 from xmem_torch.norms import parts_of
@@ -80,14 +82,14 @@ class Shares:
         self._put_back()
         parameters = list(parameters_of(optimizer))
         owners = self.owners(parameters)
-        with torch.no_grad():
+        with torch.no_grad(), counted("the broadcast of updated parameters"):
             for owner in range(self._ranks):
                 owned = [
                     p
                     for p, o in zip(parameters, owners, strict=True)
                     if o == owner and p.grad is not None
                 ]
-                _send(owned, owner, self._ranks)
+                _send(owned, owner)
 
     def _put_back(self) -> None:
         while self._aside:
@@ -114,23 +116,23 @@ def owners_of(optimizer: Any) -> list[int] | None:
     return None if shares is None else shares.owners(list(parameters_of(optimizer)))
 
 
-def _send(owned: Sequence[Any], owner: int, ranks: int) -> None:
+def _send(owned: Sequence[Any], owner: int) -> None:
     """Broadcast tensors, small ones of one type together."""
     small: dict[torch.dtype, list[Any]] = {}
     works = []
     for p in owned:
         if p.is_contiguous() and p.nbytes >= _TOGETHER_BYTES // 16:
-            note("broadcast", p.nbytes, ranks)
+            note("broadcast", p.nbytes, ranks.size())
             works.append(dist.broadcast(p.data, owner, async_op=True))
         else:
             small.setdefault(p.dtype, []).append(p)
     for tensors in small.values():
-        _send_together(tensors, owner, ranks)
+        _send_together(tensors, owner)
     for work in works:
-        work.wait()
+        ranks.wait(work)
 
 
-def _send_together(tensors: Sequence[Any], owner: int, ranks: int) -> None:
+def _send_together(tensors: Sequence[Any], owner: int) -> None:
     start = 0
     while start < len(tensors):
         end, size = start + 1, tensors[start].nbytes
@@ -138,11 +140,12 @@ def _send_together(tensors: Sequence[Any], owner: int, ranks: int) -> None:
             size += tensors[end].nbytes
             end += 1
         several = tensors[start:end]
-        flat = torch.cat([t.detach().reshape(-1) for t in several])
-        note("broadcast", flat.nbytes, ranks)
-        dist.broadcast(flat, owner)
-        for tensor, part in zip(several, flat.split([t.numel() for t in several]), strict=True):
-            tensor.copy_(part.view(tensor.shape))
+        note("broadcast", size, ranks.size())
+        with buffer(size):
+            flat = communication.flatten(several)
+            ranks.wait(dist.broadcast(flat, owner, async_op=True))
+            for tensor, part in zip(several, communication.split(flat, several), strict=True):
+                tensor.copy_(part)
         start = end
 
 

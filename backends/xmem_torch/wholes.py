@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from xmem.distributed.traffic import note
+from xmem.distributed.counting import note
 from xmem.distributed.world import current
 from xmem.errors import CompositionError
 from xmem_torch import ranks

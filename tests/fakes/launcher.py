@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 
 
 def main():
@@ -32,9 +33,11 @@ def start(ranks, command):
     if "FAKE_LAUNCHER_FAILS" in os.environ:
         print("no slots are free")
         return 213
-    started = [
-        subprocess.Popen(command, env={**os.environ, "RANK": str(rank)}) for rank in range(ranks)
-    ]
+    pause = float(os.environ.get("FAKE_LAUNCHER_PAUSES", "0"))
+    started = []
+    for rank in range(ranks):
+        time.sleep(pause * rank)
+        started.append(subprocess.Popen(command, env={**os.environ, "RANK": str(rank)}))
     return max(process.wait() for process in started)
 
 

@@ -125,6 +125,22 @@ def memory(here):
     return found
 
 
+def heavy(here):
+    """Return bytes of a step of layers whose weights are nearly all there is."""
+    x = jt.ones((32, 256)).sync()
+    stages = [lambda: nn.Sequential(*[Wide() for _ in range(12 // here.size)])] * here.size
+    pipe = xd.pipeline(stages, micro_batches=4, loss_fn=mean_loss)
+    optimizer = adam(pipe.module)
+
+    def step():
+        xmem.zero_grad(optimizer)
+        pipe.step(x, x, optimizer)
+        xmem.optimizer_step(optimizer)
+
+    layers = [p.nbytes for p in pipe.module.parameters()]
+    return {**peak(pipe.module, step, optimizer), "gradients": sum(layers), "layer": layers[0]}
+
+
 def statistics(here):
     """Return whether running statistics are those of the micro-batches, each counted once."""
     random = np.random.RandomState(2)
@@ -268,6 +284,7 @@ def all_of_it(here, report):
         compressed=parity(here, "1f1b", bits=8),
         compressed_checkpointed=parity(here, "1f1b", bits=8, checkpointed=True),
         memory=memory(here),
+        heavy=heavy(here),
         statistics=statistics(here),
         changing=changing(here),
         adding=adding(here),

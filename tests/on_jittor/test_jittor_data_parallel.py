@@ -10,10 +10,13 @@ import xmem
 MPI = {"use_mpi": "1"}  # this process has turned it off for itself
 PROGRAM = """
 sys.path.insert(0, sys.path[0] + "/on_jittor")
+import time
 import jittor as jt
 from jittor import nn
 from ranked import *
 
+COSTS = [("alone", 1 << 18, None), ("two", 600_000, None), ("all", 1 << 25, None),
+         ("bf16", 600_000, "bf16"), ("int8", 600_000, "int8")]
 r, w = here.rank, here.size
 adam = lambda net: xmem.api.active().training.make_optimizer("adam", net, learning_rate=1e-3)
 found, said = {}, {}
@@ -142,24 +145,43 @@ if w == 2:
     del net, optimizer, other, early, plain, scaler, before, bad, receipt
     gc.collect()
     said["method"] = jt.optim.Optimizer.backward.__module__
-    # The gradients take one bucket more, and not themselves again.
-    from ranked import Block
-    peaks = {}
-    for bucket in (1 << 18, 1 << 25):
+    # The gradients take one bucket more, and not themselves again; what is told is true.
+    said["costs"] = {}
+    for name, bucket, kind in COSTS:
         wide = weights(nn.Sequential(*[Block(256) for _ in range(8)]))
         optimizer = jt.optim.Optimizer(wide.parameters(), 1e-3)
-        xd.data_parallel(wide, optimizer, bucket=bucket)
+        xd.data_parallel(wide, optimizer, bucket=bucket, compress=kind)
         for _ in range(2):
             x = jt.array(np.ones((4, 256), "float32")).sync()
             start = live_bytes()
             reset_peak()
+            xd.traffic(reset=True)
+            if r and name == "two":
+                time.sleep(0.3)  # the other rank waits
+            begun = time.perf_counter()
             xmem.backward(wide(x).mean(), optimizer)
             jt.sync(optimizer.param_groups[0]["grads"])
-            peaks[bucket] = peak_bytes() - start
+            seconds = time.perf_counter() - begun
+            peak, told = peak_bytes() - start, xd.traffic()
             held = sum(g.nbytes for g in optimizer.param_groups[0]["grads"])
             xmem.zero_grad(optimizer)
+        said["costs"][name] = [peak, held, told.buffer_bytes, told.seconds, seconds]
         del wide, optimizer
-    said["peaks"], said["held"] = list(peaks.values()), held
+    # One call's time counts once, whoever looks at the clock.
+    large = jt.ones((1 << 20,)).sync()
+    xd.all_reduce(large)
+    xd.traffic(reset=True)
+    begun = time.perf_counter()
+    xd.all_reduce(large)
+    said["call"] = [xd.traffic().seconds, time.perf_counter() - begun]
+    # Halves are rounded to nearest: cut off, they would be off by 2e-3 in the mean.
+    line = nn.Linear(512, 4, bias=False)
+    optimizer = jt.optim.Optimizer(line.parameters(), 1.0)
+    xd.data_parallel(line, optimizer, compress="bf16")
+    x = np.random.RandomState(0).rand(1, 512).astype("float32") + 1
+    optimizer.backward(line(jt.array(x)).sum())
+    off = optimizer.param_groups[0]["grads"][0].numpy()[0] / x[0] - 1
+    said["rounding"] = [float(np.abs(off).max()), float(np.abs(off.mean()))]
 report(found=found, said=said)
 xd.destroy()
 """
@@ -289,8 +311,37 @@ def test_other_optimizers_stay_jittors(reported):
 
 def test_a_small_bucket_is_all_that_gradients_take_more(reported):
     for report in reported[2]:
-        small, whole = report["said"]["peaks"]
-        held = report["said"]["held"]
+        costs = report["said"]["costs"]
+        (small, held, *_), (whole, *_) = costs["alone"], costs["all"]
         # Weights go one by one here: the bucket is smaller than two of them.
         assert small <= held + (1 << 18) + (64 << 10), (small, held)
         assert whole <= 2 * held, (whole, held)
+
+
+def test_what_aggregation_costs_is_told(reported):
+    weight, bias, blocks = 4 * 256 * 256, 4 * 256, 8
+    two = 2 * (weight + bias) + bias  # what fits into 600 kB, from the end
+    padded, parts = 4 * 2 * 258 * 256, 2 * (258 * 256 + 4 * 258)  # for int8, in blocks of 256
+    expected = {
+        "alone": 0,
+        "two": two,
+        "all": blocks * (weight + bias),
+        "bf16": 2 * two,
+        "int8": 2 * padded + 2 * parts,
+    }
+    for report in reported[2]:
+        costs = report["said"]["costs"]
+        assert {name: told for name, (_, _, told, *_) in costs.items()} == expected
+        for name, (peak, held, told, seconds, whole_seconds) in costs.items():
+            # A bucket is what its gradients lie in afterwards, and one gradient waits for it.
+            assert peak - held <= max(told - two, 0) + weight + (64 << 10), (name, peak, held)
+            assert 0 < seconds <= whole_seconds, name
+        assert report["said"]["call"][0] <= report["said"]["call"][1]
+    assert reported[2][0]["said"]["costs"]["two"][3] >= 0.2
+
+
+def test_halves_on_their_way_are_rounded_to_nearest(reported):
+    for report in reported[2]:
+        largest, mean = report["said"]["rounding"]
+        assert largest <= 2**-8
+        assert mean <= 5e-4

@@ -38,6 +38,18 @@ def test_a_rank_that_throws_ends_all_with_its_status(tmp_path):
     assert death.status == 1
 
 
+def test_a_rank_that_leaves_early_ends_the_job_with_its_own_status(tmp_path):
+    program = """
+        ready()
+        if here.rank == VICTIM:
+            sys.exit(3)
+        xd.barrier()
+    """
+    death = dying.die("jittor", program, tmp_path / "job", how=None)
+    assert "rank 1 has left" in death.said(0)
+    assert death.status == 3
+
+
 def test_a_rank_stopped_in_the_frameworks_own_backward_is_named_as_late(tmp_path):
     program = dying.training("jittor", short=True)
     death = dying.die("jittor", program, tmp_path / "job", delay=0.1, how=signal.SIGSTOP)

@@ -15,6 +15,7 @@ from jittor import nn
 from ranked import *
 
 r, w = here.rank, here.size
+NOT_OURS = ("pt", "pth", "bin")
 KINDS = {
     "adam": lambda p: xmem.api.active().training.make_optimizer("adam", p, learning_rate=1e-3),
     "jt.Adam": lambda p: jt.optim.Adam(p.parameters(), 1e-3),
@@ -93,6 +94,14 @@ if w == 2:
     small = xd.full_state(chain(blocks=1))
     said["other size"] = refused(lambda: xd.load_full_state(net, None, small))
     said["other kind"] = refused(lambda: xd.load(f"{folder}/sharded-adamw.pkl", net, optimizer))
+    junk = f"{folder}/junk.pkl"
+    if r == 0:
+        with open(junk, "wb") as file:
+            file.write(b"hello world")
+    said["junk"] = refused(lambda: xd.load(junk, net, optimizer))
+    before_saving = sorted(os.listdir(folder))
+    said["names"] = [refused(lambda: xd.save(f"{folder}/state.{end}", net)) for end in NOT_OURS]
+    said["nothing written"] = sorted(os.listdir(folder)) == before_saving
     said["changed"] = furthest(values(net), before)
 report(found=found, said=said)
 xd.destroy()
@@ -180,3 +189,13 @@ def test_a_state_of_something_else_is_refused_and_changes_nothing(two):
         assert "DistributedError" in said["other size"] or "UsageError" in said["other size"]
         assert "of 26 parameters" in said["other kind"]
         assert said["changed"] == 0.0
+
+
+def test_names_that_jittor_takes_for_pytorchs_are_refused_and_nothing_is_written(two):
+    for rank, report in enumerate(two):
+        for end, told in zip(("pt", "pth", "bin"), report["said"]["names"], strict=True):
+            assert told.startswith("DistributedError" if rank else "UsageError")
+            assert f"a name in '.{end}'" in told
+            assert "state.pkl" in told
+        assert report["said"]["nothing written"]
+        assert "is no file that jt.save wrote" in report["said"]["junk"]

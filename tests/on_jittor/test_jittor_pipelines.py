@@ -56,6 +56,14 @@ def test_a_rank_needs_at_most_six_tenths_of_gpipe_and_of_one_process(two):
         assert above["1f1b checkpointed"] < above["1f1b"], above
 
 
+def test_a_micro_batch_s_gradients_are_added_up_one_by_one(two):
+    for found in two:
+        bytes_of = found["heavy"]
+        # The sum of all, a gradient, the sum that takes it up, and activations.
+        most = bytes_of["gradients"] + 2 * bytes_of["layer"] + (128 << 10)
+        assert bytes_of["peak"] - bytes_of["static"] <= most, (bytes_of, most)
+
+
 def test_running_statistics_count_each_micro_batch_once(two):
     assert [found["statistics"] for found in two] == [[True, True]] * 2
 

@@ -103,6 +103,43 @@ def unaveraged_at_last():
     xmem.optimizer_step(chosen)
 
 
+def backward_twice():
+    """What a second backward of one forward pass adds is this rank's own."""
+    called, chosen = share("dp", model())
+    loss = loss_of(called, *map(mine, batch(0)))
+    loss.backward(retain_graph=True)
+    loss.backward()
+    chosen.step()
+
+
+def forward_twice():
+    """Two forward passes before one backward are averaged as one."""
+    losses = []
+    for called, chosen, cut in (
+        (*share("dp", model()), mine),
+        (alone := model(), optimizer(alone.parameters()), lambda tensor: tensor),
+    ):
+        for step in range(0, 6, 2):
+            loss = sum(loss_of(called, *map(cut, batch(step + i))) for i in range(2))
+            loss.backward()
+            chosen.step()
+            chosen.zero_grad()
+        losses.append(called)
+    return away(*losses)
+
+
+def thawed():
+    """A layer that wants gradients only later is not averaged."""
+    trained = model()
+    trained.head.requires_grad_(False)
+    called, chosen = share("dp", trained)
+    for step in range(2):
+        xmem.backward(loss_of(called, *map(mine, batch(step))), chosen)
+        xmem.optimizer_step(chosen)
+        xmem.zero_grad(chosen)
+        trained.head.requires_grad_(True)
+
+
 class Choosing(nn.Module):
     def __init__(self):
         super().__init__()
@@ -144,6 +181,11 @@ def foreign():
 def mismatch():
     trained = nn.Linear(4 + xd.rank(), 8)
     xd.data_parallel(trained, torch.optim.SGD(trained.parameters(), 0.1))
+
+
+def mismatch_of_what_is_frozen():
+    trained = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 5 + xd.rank()).requires_grad_(False))
+    xd.data_parallel(trained, torch.optim.SGD(trained[0].parameters(), 0.1))
 
 
 def start():
@@ -230,12 +272,16 @@ CHECKS = {
     "past the wrapper": past_the_wrapper,
     "all forward first": all_forward_first,
     "unaveraged at last": unaveraged_at_last,
+    "backward twice": backward_twice,
+    "forward twice": forward_twice,
+    "thawed": thawed,
     "unused": unused,
     "unused unsaid": lambda: unused(said=False),
     "unused unsaid in buckets": lambda: unused(said=False, bucket=1),
     "twice": twice,
     "foreign": foreign,
     "mismatch": mismatch,
+    "frozen mismatch": mismatch_of_what_is_frozen,
     "start": start,
     "bf16": lambda: squeezed("bf16"),
     "fp16": lambda: squeezed("fp16"),

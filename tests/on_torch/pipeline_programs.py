@@ -1,5 +1,7 @@
 """What the ranks of `test_torch_pipelines.py` run: a pipeline beside one process."""
 
+import functools
+
 import gpt
 import torch
 from sharded_programs import adam, batches
@@ -49,6 +51,7 @@ def checkpoint(stage):
     xmem.apply_checkpointing(stage, "every", blocks=layers)
 
 
+@functools.cache
 def alone(*, dtype=None, bits=None):
     """Train a whole model in this process; returns it and its losses."""
     whole = model()
@@ -93,13 +96,15 @@ def parity(here, schedule, *, checkpointed=False, **options):
     return apart, max((a - b).abs().max().item() for a, b in pairs)
 
 
-def parities(here):
+EACH = tuple((schedule, on) for schedule in ("1f1b", "gpipe") for on in (False, True))
+
+
+def parities(here, ways=EACH):
     return {
         f"{schedule} {'checkpointed' if checkpointed else ''}": parity(
             here, schedule, checkpointed=checkpointed
         )
-        for schedule in ("1f1b", "gpipe")
-        for checkpointed in (False, True)
+        for schedule, checkpointed in ways
     }
 
 
@@ -202,7 +207,7 @@ def traffic(here):
     xd.traffic(reset=True)
     pipe.step(x, y, adam(pipe.module))
     seen = xd.traffic()
-    return seen.calls, seen.sent_bytes
+    return seen.calls, seen.sent_bytes, seen.buffer_bytes, seen.seconds
 
 
 def dropout(here):
@@ -238,6 +243,10 @@ def refusals(here):
         with torch.no_grad():
             pipe.step(x, y, optimizer)
 
+    def scaled():
+        pipe.step(x, y, optimizer)
+        xmem.GradScaler().step(optimizer)
+
     sharded = nn.Sequential(xd.shard_linear(nn.Linear(4, 4), dim="out"))
     parallel = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
     calls = {
@@ -255,6 +264,7 @@ def refusals(here):
         "accumulating": accumulated,
         "half": half_here,
         "no_grad": without_gradients,
+        "scaler": scaled,
     }
     found = {}
     for name, call in calls.items():
@@ -265,22 +275,21 @@ def refusals(here):
     return found, pipe.step(x, y, optimizer)
 
 
-def all_of_it(here, report):
-    report(
-        parities=parities(here),
-        half=parity(here, "1f1b", dtype="bfloat16"),
-        half_checkpointed=parity(here, "1f1b", dtype="bfloat16", checkpointed=True),
-        compressed=parity(here, "1f1b", bits=8),
-        compressed_checkpointed=parity(here, "1f1b", bits=8, checkpointed=True),
-        memory=memory(here),
-        statistics=statistics(here),
-        changing=changing(here),
-        adding=adding(here),
-        traffic=traffic(here),
-        dropout=dropout(here),
-        refusals=refusals(here),
-    )
-    xd.destroy()
+def all_of_it(here):
+    return {
+        "memory": memory(here),
+        "parities": parities(here),
+        "half": parity(here, "1f1b", dtype="bfloat16"),
+        "half_checkpointed": parity(here, "1f1b", dtype="bfloat16", checkpointed=True),
+        "compressed": parity(here, "1f1b", bits=8),
+        "compressed_checkpointed": parity(here, "1f1b", bits=8, checkpointed=True),
+        "statistics": statistics(here),
+        "changing": changing(here),
+        "adding": adding(here),
+        "traffic": traffic(here),
+        "dropout": dropout(here),
+        "refusals": refusals(here),
+    }
 
 
 def failing(here, report):

@@ -1,7 +1,7 @@
 """What is shard_optimizer's and shard_model's own: used by a program on ranks."""
 
 import torch
-from on_torch.sharing import batch, loss_of, mine, model, optimizer, share, train
+from on_torch.sharing import away, batch, loss_of, mine, model, optimizer, share, train
 from torch import nn
 
 import xmem
@@ -83,6 +83,32 @@ def named_blocks():
     xd.shard_model(model(), blocks=[f"layers.{xd.rank()}"])
 
 
+def looked_at():
+    """A look at the model between backward and step leaves nothing gathered that gets old."""
+    trained, chosen = share("zero3", model())
+    alone = model()
+    other = optimizer(alone.parameters())
+    for step in range(3):
+        loss_of(trained, *map(mine, batch(step))).backward()
+        loss_of(alone, *batch(step)).backward()
+        with torch.no_grad():
+            trained(batch(step)[0])
+        for each in (chosen, other):
+            each.step()
+            each.zero_grad()
+    return away(trained, alone)
+
+
+def tied():
+    """A parameter lies in two blocks."""
+    trained = model()
+    trained.layers[1].expand.weight = trained.layers[0].expand.weight
+    try:
+        xd.shard_model(trained)
+    finally:
+        assert not any(hasattr(p, "full_tensor") for p in trained.parameters())
+
+
 def start():
     """All take rank 0's values."""
     torch.manual_seed(xd.rank())
@@ -107,5 +133,7 @@ CHECKS = {
     "wrapped after": wrapped_after,
     "a list of modules": a_list_of_modules,
     "named blocks": named_blocks,
+    "looked at": looked_at,
+    "tied": tied,
     "start": start,
 }

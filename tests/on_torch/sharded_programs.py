@@ -136,9 +136,15 @@ def norms(rank, size):
     """Return norms over parts and in one process, and what a scaler does with one bad part."""
     found = []
     [(x, y)] = batches(1)
-    for norm_type in (2.0, 1.0, float("inf")):
+    for norm_type, dtype in (
+        (2.0, "float"),
+        (1.0, "float"),
+        (float("inf"), "float"),
+        (2.0, "double"),
+    ):
         row = []
-        for model in (small(), xd.tensor_parallel(small(), PLAN)):
+        made = [getattr(small(), dtype)() for _ in range(2)]
+        for model in (made[0], xd.tensor_parallel(made[1], PLAN)):
             optimizer = adam(model)
             xmem.backward(loss_of(model, x, y), optimizer)
             row.append(float(xmem.clip_grad_norm_(optimizer, 0.1, norm_type=norm_type)))
@@ -164,7 +170,7 @@ def traffic():
     xd.traffic(reset=True)
     xmem.backward(loss_of(model, x, y), optimizer)
     seen = xd.traffic()
-    return seen.calls, seen.sent_bytes
+    return seen.calls, seen.sent_bytes, seen.buffer_bytes, seen.seconds
 
 
 def single(rank, size):
@@ -219,28 +225,30 @@ def refusals(rank):
     return found, before == [tuple(p.shape) for p in model.parameters()]
 
 
-def parities():
-    return {
-        "plain": parity(),
-        "accumulated": parity(parts=2),
-        "checkpointed": parity(checkpointed=True),
-        "both": parity(parts=2, checkpointed=True),
-    }
+CASES = {
+    "plain": {},
+    "accumulated": {"parts": 2},
+    "checkpointed": {"checkpointed": True},
+    "both": {"parts": 2, "checkpointed": True},
+}
 
 
-def all_of_it(here, report):
+def parities(names=tuple(CASES)):
+    return {name: parity(**CASES[name]) for name in names}
+
+
+def all_of_it(here):
     xd.tensor_parallel(small(), PLAN)  # imports, first connections
-    report(
-        parities=parities(),
-        half=parity(dtype="bfloat16"),
-        half_checkpointed=parity(dtype="bfloat16", checkpointed=True),
-        compressed=parity(bits=8),
-        compressed_checkpointed=parity(bits=8, checkpointed=True),
-        memory=memory(),
-        dropout=dropout(here.rank),
-        norms=norms(here.rank, here.size),
-        traffic=traffic(),
-        single=single(here.rank, here.size),
-        refusals=refusals(here.rank),
-    )
-    xd.destroy()
+    return {
+        "memory": memory(),
+        "parities": parities(),
+        "half": parity(dtype="bfloat16"),
+        "half_checkpointed": parity(dtype="bfloat16", checkpointed=True),
+        "compressed": parity(bits=8),
+        "compressed_checkpointed": parity(bits=8, checkpointed=True),
+        "dropout": dropout(here.rank),
+        "norms": norms(here.rank, here.size),
+        "traffic": traffic(),
+        "single": single(here.rank, here.size),
+        "refusals": refusals(here.rank),
+    }

@@ -1,4 +1,4 @@
-"""Two programs on ranks, whose findings several files of tests look at: to start ranks is slow."""
+"""Programs on ranks, whose findings several files of tests look at: to start ranks is slow."""
 
 import ranks
 import torch
@@ -29,8 +29,18 @@ found["states"] = sharing.checked({{
 report(**found)
 xd.destroy()
 """
+SPLIT = """
+sys.path[:0] = [sys.path[0] + "/on_torch"]
+import torch
+torch.set_num_threads(1)
+import pipeline_programs, sharded_programs
+report(layers=sharded_programs.all_of_it(here), stages=pipeline_programs.all_of_it(here))
+xd.destroy()
+"""
 FOUR = """
+sys.path[:0] = [sys.path[0] + "/on_torch"]
 from functools import partial
+import pipeline_programs, sharded_programs
 from on_torch import shared_checks, sharing, state_checks as c
 ways = ((1, None), (2, "every"))
 kinds = ("dp", "zero1", "zero3")
@@ -40,6 +50,8 @@ report(
     states=sharing.checked({{
         "taken up": partial(c.all_taken_up, folder, ["zero3.pt"], [*kinds, "layers"]),
     }}),
+    layers={{"parities": sharded_programs.parities(("plain", "both"))}},
+    stages={{"parities": pipeline_programs.parities(here, (("1f1b", True), ("gpipe", False)))}},
 )
 xd.destroy()
 """
@@ -55,6 +67,11 @@ def folder(factory):
 def two(factory):
     """Return what each of two ranks found."""
     return _once("two", lambda: _run(TWO, factory, 2))
+
+
+def split(factory):
+    """Return what each of two ranks found of models that are split over them."""
+    return _once("split", lambda: _run(SPLIT, factory, 2))
 
 
 def four(factory):

@@ -45,6 +45,8 @@ def peaks(kind):
         "categories": {name: size / MIB for name, size in measured.by_category.items()},
         "sent": xd.traffic().sent_bytes,
         "calls": xd.traffic().calls,
+        "buffer_bytes": xd.traffic().buffer_bytes,
+        "share_of_time": xd.traffic().seconds / measured.seconds,
     }
 
 

@@ -84,9 +84,19 @@ def test_an_optimizer_in_backward_is_refused_before_and_after(found, what):
     assert refused(found[what], "averaged over")
 
 
-@pytest.mark.parametrize("what", ["past the wrapper", "all forward first", "unaveraged at last"])
+@pytest.mark.parametrize(
+    "what", ["past the wrapper", "all forward first", "unaveraged at last", "backward twice"]
+)
 def test_a_step_with_gradients_that_were_not_averaged_is_refused(found, what):
     assert refused(found[what], "have not been averaged")
+
+
+def test_two_forward_passes_before_a_backward_are_averaged_together(found):
+    assert found["forward twice"] <= 1e-6
+
+
+def test_parameters_that_are_thawed_afterwards_are_refused(found):
+    assert refused(found["thawed"], "are not averaged over ranks")
 
 
 def test_parameters_that_take_no_part_are_waited_for_or_named(found):
@@ -103,10 +113,10 @@ def test_a_second_wrapper_and_other_models_parameters_are_refused(found):
 
 
 def test_ranks_with_other_models_are_told_so(found):
-    kind, message = found["mismatch"]
-    assert kind == "CollectiveMismatchError"
-    assert "(8, 4)" in message
-    assert "(8, 5)" in message
+    for what, sizes in (("mismatch", ("(8, 4)", "(8, 5)")), ("frozen mismatch", ("(5", "(6"))):
+        kind, message = found[what]
+        assert kind == "CollectiveMismatchError"
+        assert all(size in message for size in sizes), message
 
 
 def test_all_start_with_the_first_ranks_parameters_and_buffers(found):

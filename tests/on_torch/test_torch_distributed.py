@@ -85,7 +85,7 @@ xd.world.joined().abort()
 facts = {"abort": time.monotonic() - begun, "left": torch.distributed.is_initialized()}
 with contextlib.suppress(XmemError):
     xd.destroy()
-xd.init(timeout=2)
+xd.init(timeout=1)
 if here.rank == 0:
     begun = time.monotonic()
     try:
@@ -94,7 +94,7 @@ if here.rank == 0:
         facts.update(error=str(error), kind=type(error).__name__, ranks=error.ranks,
                      seconds=time.monotonic() - begun)
 else:
-    time.sleep(5)
+    time.sleep(3)
 report(**facts)
 failing.current().roll.leave()  # or the launcher would end the other for the lack of this one
 """
@@ -105,7 +105,7 @@ def test_who_does_not_come_is_named_and_an_abort_waits_for_nobody(tmp_path):
     told, other = ranks.run("torch", _LATE, tmp_path, timeout=500, limit=120)
     assert told["kind"] == "CollectiveTimeoutError", told
     assert told["ranks"] == [1]
-    assert 1.9 < told["seconds"] < 4.5, told
+    assert 0.9 < told["seconds"] < 3, told
     for facts in (told, other):
         assert facts["abort"] < 1
         assert facts["left"] is False
@@ -117,7 +117,7 @@ import xmem, xmem.distributed as xd
 from xmem.errors import CollectiveTimeoutError
 xmem.use("torch", device="cpu")
 try:
-    xd.init(timeout=2)
+    xd.init(timeout=1)
 except CollectiveTimeoutError as error:
     print("told", error.ranks, error)
 """

@@ -15,6 +15,8 @@ def test_a_rank_killed_in_training_is_named_by_the_others(tmp_path):
     death = dying.die("torch", dying.training("torch"), tmp_path / "job", delay=dying.moment(1))
     dying.assert_others_name(death, 1)
     assert death.status == 128 + signal.SIGKILL
+    # What backward, or the step, raised already said so, and could be caught as such.
+    assert "as far as xmem knows" not in death.said(0), death.said(0)
 
 
 def test_a_rank_killed_in_an_all_reduce_is_named_by_both_others(tmp_path):
@@ -40,7 +42,14 @@ def test_a_rank_that_throws_ends_all_with_its_status(tmp_path):
 
 def test_a_rank_stopped_in_the_frameworks_own_backward_is_named_as_late(tmp_path):
     program = dying.training("torch", short=True)
-    death = dying.die("torch", program, tmp_path / "job", delay=0.1, how=signal.SIGSTOP)
+    death = dying.die(
+        "torch",
+        program,
+        tmp_path / "job",
+        delay=0.1,
+        how=signal.SIGSTOP,
+        options=("--grace", "2"),  # it ends by SIGKILL only, 5 s after that
+    )
     dying.assert_others_name(death, 1, kind="CollectiveTimeoutError")
     assert "is stopped" in death.said(0)
     assert death.status == 1

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import ranks
+from on_torch import shared_ranks
 
 MIB = 1 << 20
 PROGRAM = """
@@ -12,26 +13,24 @@ sys.path[:0] = [sys.path[0] + "/on_torch"]
 import torch
 torch.set_num_threads(1)
 import pipeline_programs
-pipeline_programs.{what}
+pipeline_programs.failing(here, report)
 """
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    program = PROGRAM.format(what="all_of_it(here, report)")
-    return ranks.run("torch", program, tmp_path_factory.mktemp("two"))
+    return [found["stages"] for found in shared_ranks.split(tmp_path_factory)]
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
-    what = "xmem\nreport(parities=pipeline_programs.parities(here))\nxd.destroy()"
-    return ranks.run("torch", PROGRAM.format(what=what), tmp_path_factory.mktemp("four"), ranks=4)
+    return [found["stages"] for found in shared_ranks.four(tmp_path_factory)]
 
 
 @pytest.mark.parametrize("world", ["two", "four"])
 def test_ten_steps_give_the_loss_and_the_parameters_of_one_process(world, request):
     for found in request.getfixturevalue(world):
-        assert len(found["parities"]) == 4
+        assert len(found["parities"]) == {"two": 4, "four": 2}[world]
         for case, (loss, parameters) in found["parities"].items():
             assert loss <= 1e-6, (case, loss)
             assert parameters <= 1e-6, (case, parameters)
@@ -77,7 +76,11 @@ def test_gradients_of_several_steps_add_up_and_their_norm_is_of_all_stages(two):
 
 def test_each_micro_batch_is_sent_once_in_each_direction(two):
     size_bytes = 2 * 16 * 32 * 4  # a quarter of the batch, length, width, float32
-    assert [found["traffic"] for found in two] == [[{"send": 4}, {"send": 4 * size_bytes}]] * 2
+    for found in two:
+        calls, sent, buffer_bytes, seconds = found["traffic"]
+        assert (calls, sent) == ({"send": 4}, {"send": 4 * size_bytes})
+        assert buffer_bytes == size_bytes  # the last stage has one input at a time
+        assert seconds > 0
 
 
 def test_dropout_is_drawn_again_alike_in_checkpointed_layers(two):
@@ -105,12 +108,12 @@ def test_what_makes_no_pipeline_is_refused_on_every_rank_before_anything_is_sent
         assert "inside xmem.accumulate" in refused["accumulating"]
         assert "ranks [1] do not" in refused["half"]
         assert "outside of torch.no_grad" in refused["no_grad"]
+        assert "a GradScaler would divide them" in refused["scaler"]
         assert math.isfinite(loss)  # it goes on
 
 
 def test_what_a_stage_raises_comes_out_as_it_is_and_the_other_rank_names_it(tmp_path):
-    program = PROGRAM.format(what="failing(here, report)")
-    process = ranks.start("torch", program, tmp_path)
+    process = ranks.start("torch", PROGRAM, tmp_path)
     assert ranks.finish(process, limit=120) not in (0, None)
     first, last = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert last["error"] == "RuntimeError: no loss today"
@@ -139,5 +142,9 @@ def test_one_rank_runs_its_only_stage_in_micro_batches(backend):
         assert loss == pytest.approx(expected.item(), abs=1e-6)
         for p, gradient in zip(pipe.module.parameters(), gradients, strict=True):
             assert torch.allclose(p.grad, gradient, atol=1e-6)
+        with pytest.warns(xmem.XmemWarning, match="There is one rank"):
+            odd = xd.pipeline([pipe.module], micro_batches=4, loss_fn=lambda output, target: 0.5)
+        with pytest.raises(xmem.UsageError, match=r"loss_fn returned 0\.5"):
+            odd.step(x, y, pipeline_programs.adam(odd.module))
     finally:
         xd.destroy()

@@ -133,11 +133,16 @@ def test_a_step_with_gradients_that_nobody_averages_warns_once(own):
         ("of data-parallel", "CompositionError", "shard the plain model"),
         ("wrapped after", "CompositionError", "without data_parallel"),
         ("a list of modules", "UsageError", "is never called itself"),
+        ("tied", "CompositionError", "layers.1.expand.weight and layers.0.expand.weight are one"),
         ("named blocks", "CollectiveMismatchError", "layers.1"),
     ],
 )
 def test_what_cannot_be_shared_is_refused_with_the_reason(own, what, kind, text):
     assert refused(own[what], text, kind)
+
+
+def test_a_look_at_the_model_without_gradients_changes_no_training(own):
+    assert own["looked at"] <= 1e-6
 
 
 def test_all_start_with_the_first_ranks_parameters(own):
@@ -174,6 +179,18 @@ def test_what_is_sent_is_counted(both):
     # blocks are gathered twice, the rest once
     assert sent["zero3"] == {"all_gather": (whole + blocks) // 2, "reduce_scatter": whole // 2}
     assert both["memory"]["zero3"]["calls"] == {"all_gather": 9, "reduce_scatter": 5}
+
+
+def test_what_aggregation_itself_costs_is_told(everything):
+    """Bytes of what lies in buckets and copies at once, and a part of the time of the step."""
+    model = large()
+    block = sum(p.nbytes for p in model.layers[0].parameters())
+    whole = sum(p.nbytes for p in model.parameters())
+    for found in everything:
+        told = {kind: found["memory"][kind]["buffer_bytes"] for kind in ("dp", "zero1", "zero3")}
+        assert told == {"dp": whole, "zero1": whole, "zero3": block}
+        for kind in told:
+            assert 0 < found["memory"][kind]["share_of_time"] < 1
 
 
 def test_one_rank_is_told_that_nothing_is_shared(backend):

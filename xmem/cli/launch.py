@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, TextIO
 
 import click
 
@@ -13,9 +15,7 @@ if TYPE_CHECKING:
     from xmem.distributed.supervising import Outcome
 
 
-@click.command(
-    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
-)
+@click.command(context_settings={"allow_interspersed_args": False})
 @click.option(
     "-n", "--ranks", required=True, type=click.IntRange(1, 1024), metavar="N", help="How many."
 )
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     show_default=True,
     type=click.FloatRange(0),
     metavar="SECONDS",
-    help="How long the other ranks may take to end by themselves when one has failed.",
+    help="How long ranks may take to end by themselves when one has failed, or after a signal.",
 )
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as for `python -m`.")
 @click.argument("script")
@@ -62,8 +62,6 @@ def command(
     Exit status: 0; the first failing rank's, 128 + signal where one ended it; 2 if the command
     line is wrong.
     """
-    from pathlib import Path
-
     from xmem.distributed.launching import Job, launch
 
     if not module and not Path(script).is_file():
@@ -77,12 +75,21 @@ def command(
         timeout_seconds=timeout_seconds,
         grace_seconds=grace_seconds,
     )
-    outcome = launch(job, output=sys.stdout.buffer, errors=sys.stderr.buffer)
-    if outcome.signal == signal.SIGPIPE:
+    with contextlib.ExitStack() as opened:
+        output, errors = (_written_to(stream, opened) for stream in (sys.stdout, sys.stderr))
+        outcome = launch(job, output=output, errors=errors)
+    if outcome.signal == signal.SIGPIPE and sys.stdout is not None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads the rest
     elif outcome.status:
         click.echo(_last_word(outcome), err=True)
     raise SystemExit(outcome.status)
+
+
+def _written_to(stream: TextIO | None, opened: contextlib.ExitStack) -> IO[bytes]:
+    """Return where bytes go; nowhere for a stream that was closed before this process began."""
+    if stream is None:
+        return opened.enter_context(Path(os.devnull).open("wb"))
+    return stream.buffer
 
 
 def _backend(name: str | None) -> tuple[str, str]:

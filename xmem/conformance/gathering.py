@@ -12,7 +12,7 @@ from xmem.errors import SchemaError
 from xmem.report.model import Case, Machine, Result, read_json
 
 # What a rank says that has lost another: the other's own words are the reason.
-_FOLLOWS = ("RankLostError", "CollectiveTimeoutError")
+_FOLLOWS = ("RankLostError", "CollectiveTimeoutError", "DistributedError")
 
 
 def rank_of_this_process() -> int:
@@ -28,6 +28,12 @@ def rank_path(path: Path, rank: int) -> Path:
     return path.with_suffix(f".rank{rank}")
 
 
+def forget_parts(case: Case, path: Path) -> None:
+    """Remove the ranks' files; those of a run that was killed would pass for the next one's."""
+    for rank in range(case.world):
+        rank_path(path, rank).unlink(missing_ok=True)
+
+
 def gather(case: Case, path: Path, failure: Result) -> Result:
     """Put the parts together and remove their files.
 
@@ -37,8 +43,7 @@ def gather(case: Case, path: Path, failure: Result) -> Result:
         failure: what to return if ranks have written nothing.
     """
     parts = [_part(rank_path(path, rank)) for rank in range(case.world)]
-    for rank in range(case.world):
-        rank_path(path, rank).unlink(missing_ok=True)
+    forget_parts(case, path)
     whole = [part for part in parts if part is not None]
     bad = [(rank, part) for rank, part in enumerate(parts) if part and part.status != "ok"]
     if bad:

@@ -1,4 +1,4 @@
-"""Programs on several ranks, started by what the backend's framework uses, and ended for sure."""
+"""Programs on several ranks, started by `xmem launch`, which leaves nothing of them behind."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
-from xmem.errors import CapabilityError
+from xmem.children import deaths_survived, end
+from xmem.distributed.keeping import die_with_parent
+from xmem.errors import BackendUnavailableError, CapabilityError
 
-GRACE_SECONDS = 3.0
-"""How long a launcher may take to end its ranks before all of them are killed."""
-
+END_SECONDS = 20.0
+"""How long `xmem launch` may take to end its ranks before it is killed, and their keepers do it.
+By itself it takes at most 15."""
 
 _NAMES_AT_FIRST = frozenset(os.environ)
 """Variables from before a backend was in use here; what it sets for its framework, as a process
@@ -27,95 +27,72 @@ def launcher_of(backend: str) -> str:
 
     Raises:
         CapabilityError: nothing does.
+        BackendUnavailableError: the backend cannot be used here.
     """
     from xmem.plugins import backend_infos
 
     for info in backend_infos():
         if info.name == backend and info.framework is not None and info.framework.launcher:
+            if not info.usable:
+                raise BackendUnavailableError(f"backend {backend!r} is not usable: {info.reason}")
             return info.framework.launcher
     raise CapabilityError(f"backend {backend!r} names no launcher of ranks")
 
 
 def command_of(backend: str, ranks: int, arguments: list[str]) -> list[str]:
-    """Return the command that runs `python ARGUMENTS` on a number of ranks."""
-    from xmem.distributed.launching import command_for
+    """Return the command that runs `python ARGUMENTS`, a file or `-m module`, on a number of ranks.
+
+    Raises:
+        CapabilityError: the backend names no launcher.
+        BackendUnavailableError: the backend cannot be used here.
+        DistributedError: its launcher is not installed; it says how to get it.
+    """
+    from xmem.distributed.launching import find_mpirun
 
     if ranks == 1:
         return [sys.executable, *arguments]
-    return command_for(launcher_of(backend), ranks, arguments)
+    if launcher_of(backend) == "mpirun":
+        find_mpirun()
+    launch = ["-m", "xmem", "launch", "-n", str(ranks), "--backend", backend]
+    return [sys.executable, *launch, *arguments]
 
 
-def environment_of(backend: str, threads: int) -> dict[str, str]:
-    """Return the environment of the launcher and the ranks."""
-    from xmem.distributed.launching import environment_for
-
+def environment_of(threads: int) -> dict[str, str]:
+    """Return the environment of the ranks."""
     count = str(threads)
-    inherited = environment_for(launcher_of(backend))
-    since = set(os.environ) - _NAMES_AT_FIRST
     return {
-        **{name: value for name, value in inherited.items() if name not in since},
+        **{name: value for name, value in os.environ.items() if name in _NAMES_AT_FIRST},
         "OMP_NUM_THREADS": count,
         "MKL_NUM_THREADS": count,
     }
 
 
-def end_all(process: subprocess.Popen[bytes]) -> None:
-    """End a launcher and the ranks that it started; they lead sessions of their own.
+def start(
+    command: list[str], log_path: Path, environment: dict[str, str]
+) -> subprocess.Popen[bytes]:
+    """Start a command in a session of its own; what it prints goes to a file.
 
-    A launcher that is asked politely ends its ranks; what is left after a moment is killed.
+    It is told to end when this process does, however that is.
     """
-    started = _descendants(process.pid)
+    with log_path.open("wb") as log:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=lambda: die_with_parent(signal.SIGTERM),
+        )
+
+
+def end_launched(process: subprocess.Popen[bytes]) -> None:
+    """End `xmem launch` and its ranks, which lead sessions of their own."""
     if process.poll() is None:
-        with contextlib.suppress(ProcessLookupError):
-            process.send_signal(signal.SIGTERM)
+        process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(GRACE_SECONDS)
-    started |= _descendants(process.pid)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    for pid, born in started.items():
-        if _born(pid) == born:  # not another process that was given the same number
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-    process.wait()
-
-
-def _descendants(pid: int) -> dict[int, str]:
-    """Return the processes that a process has started, and they in turn, with their births."""
-    children: dict[int, list[int]] = {}
-    for other, parent in _parents():
-        children.setdefault(parent, []).append(other)
-    found: dict[int, str] = {}
-    left = list(children.get(pid, ()))
-    while left:
-        child = left.pop()
-        born = _born(child)
-        if born is not None:
-            found[child] = born
-        left += children.get(child, ())
-    return found
-
-
-def _parents() -> Iterator[tuple[int, int]]:
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            fields = _stat(int(folder.name))
-            if fields:
-                yield int(folder.name), int(fields[1])
-
-
-def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat after the name; none if it has ended."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return []
-    return text.rpartition(")")[2].split()
-
-
-def _born(pid: int) -> str | None:
-    fields = _stat(pid)
-    return fields[19] if len(fields) > 19 else None
+            process.wait(END_SECONDS)
+    end(process)
 
 
 def run_program(
@@ -126,21 +103,11 @@ def run_program(
     Returns:
         None if it was ended because time was up.
     """
-    from xmem.children import deaths_survived
-
-    deadline = time.monotonic() + limit_seconds
-    with log_path.open("wb") as log, deaths_survived():
-        process = subprocess.Popen(
-            command_of(backend, ranks, arguments),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=environment_of(backend, 1),
-            start_new_session=True,
-        )
+    with deaths_survived():
+        process = start(command_of(backend, ranks, arguments), log_path, environment_of(1))
         try:
-            return process.wait(max(0.0, deadline - time.monotonic()))
+            return process.wait(limit_seconds)
         except subprocess.TimeoutExpired:
             return None
         finally:
-            end_all(process)
+            end_launched(process)

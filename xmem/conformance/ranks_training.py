@@ -13,6 +13,7 @@ import numpy as np
 import xmem
 import xmem.distributed as xd
 from xmem.conformance.partition import linear_pairs, share, stage_weights, stages
+from xmem.conformance.sharded import SHARE_THE_BATCH
 from xmem.conformance.small import small_workload
 from xmem.workloads import make_batch, make_weights
 
@@ -27,7 +28,6 @@ WORKLOAD = replace(small_workload(depth=7, width=128, batch=64), learning_rate=1
 STEPS = 10
 FURTHER = 3
 MICRO_BATCHES = 8
-SHARE = ("data_parallel", "zero1", "zero3")
 ACCUMULATE = 2
 
 # What is trained for ten steps: the technique, and what is composed with it.
@@ -153,17 +153,15 @@ class Trained:
         if is_empty:  # what a state is loaded into must not be right by chance
             weights = {name: 0.5 * array for name, array in weights.items()}
         self._pipeline: Any = None
-        self.batch = self._batch()
+        self.batch = self._tensors(self._arrays())
         self.model, self.optimizer, self._callable = self._divided(weights)
 
-    def _batch(self) -> tuple[Any, Any]:
-        arrays = make_batch(WORKLOAD)
-        if self.technique in SHARE:
-            arrays = (
-                share(arrays[0], self._here.rank, self._here.size),
-                share(arrays[1], self._here.rank, self._here.size),
-            )
-        return self._tensors(arrays)
+    def _arrays(self) -> list[Any]:
+        """Return this rank's inputs and targets."""
+        batch = make_batch(WORKLOAD)
+        if self.technique not in SHARE_THE_BATCH:
+            return list(batch)
+        return [share(array, self._here.rank, self._here.size) for array in batch]
 
     def _tensors(self, arrays: Any) -> tuple[Any, Any]:
         tensor = self._backend.models.tensor
@@ -215,11 +213,8 @@ class Trained:
 
     def _halves(self) -> list[tuple[Any, Any]]:
         """Return this rank's batch in micro-batches."""
-        inputs, targets = make_batch(WORKLOAD)
-        if self.technique in SHARE:
-            rank, world = self._here.rank, self._here.size
-            inputs, targets = share(inputs, rank, world), share(targets, rank, world)
-        parts = zip(np.split(inputs, ACCUMULATE), np.split(targets, ACCUMULATE), strict=True)
+        inputs, targets = (np.split(array, ACCUMULATE) for array in self._arrays())
+        parts = zip(inputs, targets, strict=True)
         return [self._tensors(part) for part in parts]
 
     def _backward(self, batch: tuple[Any, Any]) -> Any:
@@ -248,7 +243,7 @@ class Trained:
         return self._mean(loss)
 
     def _mean(self, loss: float) -> float:
-        if self.technique not in SHARE:
+        if self.technique not in SHARE_THE_BATCH:
             return loss
         found = self._backend.distributed.exchange(loss.hex().encode())
         return sum(float.fromhex(value.decode()) for value in found) / len(found)

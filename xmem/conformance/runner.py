@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,11 +14,12 @@ from pathlib import Path
 import msgspec
 
 from xmem.children import deaths_survived, end
-from xmem.conformance.gathering import gather
-from xmem.conformance.launched import command_of, end_all, environment_of
+from xmem.conformance.gathering import forget_parts, gather
+from xmem.conformance.launched import command_of, end_launched, environment_of, start
 from xmem.conformance.techniques import technique
 from xmem.errors import (
     BackendNotFoundError,
+    BackendUnavailableError,
     CapabilityError,
     DistributedError,
     SchemaError,
@@ -29,7 +31,8 @@ from xmem.workloads import workload
 TIMEOUT_SECONDS = 1800.0
 _LOG_LINES = 8
 _POLL_SECONDS = 1.0
-_STATUS = "xmem: "
+_STATUS = re.compile(r"(?:\[\d+\] )?(xmem: .*)")
+"""What a backend says while it works; `xmem launch` puts the rank in front."""
 
 
 def matrix(
@@ -128,16 +131,17 @@ def run_case(
         folder: where its files go.
         timeout_seconds: after this the process is ended.
         on_status: is given what a backend says while it works, line by line: what it prints
-            that begins with "xmem: ".
+            that begins with "xmem: "; what several ranks say one after the other, once.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = result_path(case, folder)
     path.unlink(missing_ok=True)
+    forget_parts(case, path)
     log_path = path.with_suffix(".log")
     begin = time.perf_counter()
     try:
         command, environment = _command(case, path), _environment(case)
-    except (CapabilityError, DistributedError) as error:  # no launcher; or it is not installed
+    except (CapabilityError, BackendUnavailableError, DistributedError) as error:
         unsupported = isinstance(error, CapabilityError)
         result = Result(
             case=case,
@@ -147,19 +151,12 @@ def run_case(
         )
         write_json(result, path)
         return result
-    with log_path.open("wb") as log, deaths_survived():
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-        )
+    with deaths_survived():
+        process = start(command, log_path, environment)
         try:
             code = _wait(process, timeout_seconds, log_path, on_status)
         finally:
-            end(process) if case.world == 1 else end_all(process)
+            end(process) if case.world == 1 else end_launched(process)
     return _outcome(case, path, code, timeout_seconds, begin)
 
 
@@ -201,7 +198,7 @@ def _wait(
 ) -> int | None:
     """Return the exit code, or None when time is up; pass status lines on meanwhile."""
     deadline = time.monotonic() + timeout_seconds
-    unfinished = ""
+    unfinished = said = ""
     with log_path.open("rb") as log:
         while True:
             left = deadline - time.monotonic()
@@ -213,16 +210,17 @@ def _wait(
                 *lines, unfinished = (unfinished + log.read().decode("utf-8", "replace")).split(
                     "\n"
                 )
-                for line in lines:
-                    if line.startswith(_STATUS):
-                        on_status(line)
+                for status in filter(None, map(_STATUS.match, lines)):
+                    if status[1] != said:  # every rank says it
+                        on_status(status[1])
+                    said = status[1]
             if code is not None or left <= 0:
                 return code
 
 
 def _environment(case: Case) -> dict[str, str]:
     if case.world > 1:
-        return environment_of(case.backend, case.threads)
+        return environment_of(case.threads)
     threads = str(case.threads)
     return {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
 

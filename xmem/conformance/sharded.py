@@ -6,7 +6,6 @@ those of the baseline, so losses can be held against those of one process with t
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +15,12 @@ import numpy as np
 
 import xmem
 import xmem.distributed as xd
+from xmem.conformance.measured import (
+    MEASURED_STEPS,
+    WARM_UP_STEPS,
+    told_categories,
+    told_losses,
+)
 from xmem.conformance.partition import (
     has_batch_norm,
     linear_pairs,
@@ -33,8 +38,6 @@ if TYPE_CHECKING:
     from xmem.meter import Measurement
     from xmem.workloads.catalog import Workload
 
-WARM_UP_STEPS = 2
-MEASURED_STEPS = 3
 MICRO_BATCHES_PER_STAGE = 2
 SHARE_THE_BATCH = ("data_parallel", "zero1", "zero3")
 
@@ -282,9 +285,7 @@ def _result(
         peak_allocated_bytes=highest.peak_allocated_bytes,
         peaks_bytes=tuple(m.peak_allocated_bytes for m in measurements),
         peak_process_bytes=measurements[-1].peak_process_bytes,
-        by_category={k: v for k, v in highest.by_category.items() if v}
-        if highest.by_category is not None
-        else None,
+        by_category=told_categories(highest),
         step_seconds=statistics.median(times),
         calls=dict(last.calls),
         sent_bytes=dict(last.sent_bytes),
@@ -296,7 +297,7 @@ def _result(
         case=case,
         status="ok",
         device=backend.device,
-        losses=tuple(loss if math.isfinite(loss) else None for loss in losses),
+        losses=told_losses(losses),
         step_seconds=rank.step_seconds,
         step_seconds_spread=max(times) - min(times),
         peak_reserved_bytes=highest.peak_reserved_bytes,

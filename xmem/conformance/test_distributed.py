@@ -36,6 +36,9 @@ zero moves by its rounding; ten steps move a parameter by up to 1e-3."""
 PARAMETERS = 16
 """Weights and biases of the chain: seven blocks and a head."""
 
+_NEEDS = {"several": (("reference", 1),), "load": tuple(("several", world) for world in WORLDS)}
+"""Which parts are run before one, and on how many ranks."""
+
 _KINDS = ("shape", "dtype", "op", "call", "count")
 
 
@@ -81,7 +84,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
         if key not in known:
             if backend.name not in folders:
                 folders[backend.name] = tmp_path_factory.mktemp("ranks")
-            for earlier in {"several": [("reference", 1)], "load": [("several", 2)]}.get(part, []):
+            for earlier in _NEEDS.get(part, ()):
                 run(backend, *earlier)
             device = request.config.getoption("--device")
             known[key] = _run(backend.name, device, folders[backend.name], part, world)
@@ -292,12 +295,13 @@ def test_what_one_process_saved_goes_on_sharded(
 
 
 @pytest.mark.parametrize("technique", SAVED)
-def test_what_two_ranks_saved_goes_on_in_one_process(
-    backend: Backend, programs: Programs, reference: dict[str, Any], technique: str
+@pytest.mark.parametrize("world", WORLDS, ids=lambda world: f"{world}-ranks")
+def test_what_several_ranks_saved_goes_on_in_one_process(
+    backend: Backend, programs: Programs, reference: dict[str, Any], technique: str, world: int
 ) -> None:
     """One unsharded file."""
     refuse_gap(backend.distributed, technique)
-    (found,) = programs(backend, "load", 1).found(f"go on from {technique}-2")
+    (found,) = programs(backend, "load", 1).found(f"go on from {technique}-{world}")
     _same_losses(found, reference)
 
 
@@ -311,4 +315,4 @@ def _same_losses(found: list[float], reference: dict[str, Any]) -> None:
 def test_the_suite_starts_ranks_with_this_python(backend: Backend) -> None:
     """What is launched is what is tested."""
     need(backend, "distributed")
-    assert sys.executable in launched.command_of(backend.name, 2, ["-c", "pass"])
+    assert sys.executable in launched.command_of(backend.name, 2, ["-m", "this"])

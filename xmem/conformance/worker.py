@@ -8,7 +8,6 @@ the result. Of a case with several ranks each is such a process and writes a fil
 from __future__ import annotations
 
 import functools
-import math
 import os
 import re
 import statistics
@@ -25,7 +24,14 @@ import msgspec
 import numpy as np
 
 import xmem
+from xmem.conformance.measured import (
+    MEASURED_STEPS,
+    WARM_UP_STEPS,
+    told_categories,
+    told_losses,
+)
 from xmem.conformance.techniques import Target, technique
+from xmem.distributed import watching
 from xmem.errors import BackendUnavailableError, CapabilityError
 from xmem.report.model import Case, Machine, Result, Status, TimelinePoint, write_json
 from xmem.workloads import make_batch, make_weights, workload
@@ -33,9 +39,6 @@ from xmem.workloads import make_batch, make_weights, workload
 if TYPE_CHECKING:
     from xmem.backend import Backend
     from xmem.meter import Measurement
-
-WARM_UP_STEPS = 2
-MEASURED_STEPS = 3
 
 
 class CaseRun:
@@ -176,7 +179,7 @@ def _result(
         case=case,
         status="ok",
         device=backend.device,
-        losses=tuple(loss if math.isfinite(loss) else None for loss in losses),
+        losses=told_losses(losses),
         step_seconds=statistics.median(times),
         step_seconds_spread=max(times) - min(times),
         static_bytes=highest.static_bytes,
@@ -187,9 +190,7 @@ def _result(
         peak_process_bytes=measurements[-1].peak_process_bytes,
         gpu_process_bytes=measurements[-1].gpu_process_bytes,
         allocation_count=measurements[-1].allocation_count,
-        by_category={k: v for k, v in highest.by_category.items() if v}
-        if highest.by_category is not None
-        else None,
+        by_category=told_categories(highest),
         timeline=tuple(
             TimelinePoint(
                 name=p.name,
@@ -250,7 +251,8 @@ def attempt(case: Case, gradients_path: Path | None = None) -> Result:
         except Exception as error:  # noqa: BLE001  a worker's failure is a row of the report
             traceback.print_exc()
             status: Status = "out_of_memory" if _out_of_memory() else "error"
-            result = Result(case=case, status=status, reason=reason_of(error))
+            lost = watching.explanation(error) if status == "error" else None
+            result = Result(case=case, status=status, reason=reason_of(lost or error))
     messages = tuple(
         dict.fromkeys(str(w.message) for w in caught if issubclass(w.category, xmem.XmemWarning))
     )

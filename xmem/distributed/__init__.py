@@ -17,10 +17,10 @@ from xmem.distributed.collectives import (
     broadcast,
     reduce_scatter,
 )
+from xmem.distributed.counting import Traffic, traffic
 from xmem.distributed.feedback import ErrorFeedback
 from xmem.distributed.parallel import Pipeline, pipeline, shard_linear, tensor_parallel
 from xmem.distributed.states import full_state, load, load_full_state, save
-from xmem.distributed.traffic import Traffic, traffic
 from xmem.distributed.training import data_parallel, no_sync, shard_model, shard_optimizer
 from xmem.distributed.world import (
     barrier,

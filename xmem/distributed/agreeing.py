@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from xmem.distributed.answers import read
 from xmem.distributed.failing import communicating
 from xmem.distributed.world import joined
 from xmem.errors import CollectiveMismatchError, DistributedError
@@ -36,9 +37,11 @@ def attempt(what: str, action: Callable[[], _Result]) -> _Result:
         raw = joined().exchange(json.dumps({"what": what, "error": said}).encode())
     if error is not None:
         raise error
-    for rank, answer in enumerate(map(_read, raw)):
+    for rank, answer in enumerate(map(read, raw)):
         if answer["error"]:
-            raise DistributedError(f"{what} failed on rank {rank}: {answer['error']}", ranks=[rank])
+            raise DistributedError(
+                f"{answer['what']} failed on rank {rank}: {answer['error']}", ranks=[rank]
+            )
         if answer["what"] != what:
             raise CollectiveMismatchError(
                 f"this rank calls {what}, and rank {rank} {answer['what']}: all ranks make the same"
@@ -46,11 +49,3 @@ def attempt(what: str, action: Callable[[], _Result]) -> _Result:
                 ranks=[rank],
             )
     return result  # type: ignore[no-any-return]
-
-
-def _read(raw: bytes) -> dict[str, str]:
-    """Return an answer; other calls that ranks meet at send only their name."""
-    try:
-        return {"what": "", "error": "", **json.loads(raw)}
-    except (ValueError, TypeError):
-        return {"what": raw.decode("utf-8", "replace")[:80], "error": ""}

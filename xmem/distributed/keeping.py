@@ -40,9 +40,11 @@ def keep(address: str, script: list[str]) -> int:
     told = json.loads(os.environ.pop(ENVIRONMENT))
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.connect("\0" + address[1:] if address.startswith("@") else address)
-    hello = {"rank": own_rank(), "secret": told["secret"]}
+    hello = {"rank": own_rank(told["rank_variable"]), "secret": told["secret"]}
     connection.sendall(json.dumps(hello).encode() + b"\n")
     _, pipes, _, _ = socket.recv_fds(connection, 1, 2)
+    if not pipes:
+        return 0  # the job is over before this rank began
     process = _start(script, pipes, told["environment"])
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda got, _: _signal(process, got))
@@ -57,12 +59,11 @@ def keep(address: str, script: list[str]) -> int:
     return 1
 
 
-def own_rank() -> int:
-    """Return what torchrun or Open MPI numbered this process."""
-    for name in ("OMPI_COMM_WORLD_RANK", "RANK"):
-        if name in os.environ:
-            return int(os.environ[name])
-    raise SystemExit("xmem launch: neither torchrun nor Open MPI's mpirun has started this")
+def own_rank(variable: str) -> int:
+    """Return what the launcher has numbered this process."""
+    if variable not in os.environ:
+        raise SystemExit(f"xmem launch: {variable} is not set: no launcher has started this")
+    return int(os.environ[variable])
 
 
 def _start(script: list[str], pipes: list[int], changes: dict[str, str | None]) -> subprocess.Popen:  # type: ignore[type-arg]

@@ -5,7 +5,9 @@ Each rank has a keeper (`keeping`), through which `supervising` ends them all to
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
 import secrets
 import shutil
@@ -21,7 +23,9 @@ from xmem.distributed import keeping
 from xmem.distributed.supervising import Outcome, Supervisor
 from xmem.errors import DistributedError, UsageError
 
-_LAUNCHERS = ("torchrun", "mpirun")
+_RANK_VARIABLES = {"torchrun": "RANK", "mpirun": "OMPI_COMM_WORLD_RANK"}
+_SHARED_MEMORY = "/dev/shm"
+_SHARED_MEMORY_BYTES = 32 << 20  # for each rank: MPI's segments, with room to spare
 # Shared memory, else loopback: no rank of this command is on another host. PRRTE 3.0's own port
 # cannot be kept to loopback (prte_if_include=lo: "no network interfaces were found").
 _MPI_SETTINGS = {
@@ -40,7 +44,8 @@ class Job:
         ranks: how many processes.
         script: what stands behind `python`: a file or `-m module`, and its arguments.
         timeout_seconds: the default of `xmem.distributed.init`, or None for its own.
-        grace_seconds: how long the others may take to end by themselves when one has failed.
+        grace_seconds: how long ranks may take to end by themselves when one has failed, or after a
+            signal.
     """
 
     backend: str
@@ -145,19 +150,14 @@ def launch(job: Job, *, output: IO[bytes], errors: IO[bytes]) -> Outcome:
         errors: the same for stderr.
 
     Raises:
-        UsageError: a number of ranks below 1, or an unknown launcher.
-        DistributedError: the launcher is missing, or does not start the ranks.
+        UsageError: a number of ranks below 1, seconds that are none, or an unknown launcher.
+        DistributedError: the launcher is missing, or does not start the ranks; or what they print
+            cannot be written.
     """
-    if job.ranks < 1:
-        raise UsageError(f"{job.ranks} ranks: give a number from 1")
-    if job.launcher not in _LAUNCHERS:
-        raise UsageError(
-            f"backend {job.backend!r} has no launcher: its ranks cannot be started. Those of"
-            " 'torch' and 'jittor' can"
-        )
+    _check(job)
     if job.launcher == "mpirun":
         launcher_version(job.launcher)
-    folder = tempfile.mkdtemp(prefix=f"xmem-launch-{os.getpid()}-", dir=_quick_folder())
+    folder = _made_folder(job.ranks)
     try:
         address = f"@xmem-launch-{secrets.token_hex(8)}"
         if sys.platform != "linux":
@@ -175,6 +175,22 @@ def launch(job: Job, *, output: IO[bytes], errors: IO[bytes]) -> Outcome:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def _check(job: Job) -> None:
+    if job.ranks < 1:
+        raise UsageError(f"{job.ranks} ranks: give a number from 1")
+    if job.launcher not in _RANK_VARIABLES:
+        raise UsageError(
+            f"backend {job.backend!r} has no launcher: its ranks cannot be started. Those of"
+            " 'torch' and 'jittor' can"
+        )
+    if not (math.isfinite(job.grace_seconds) and job.grace_seconds >= 0):
+        raise UsageError(f"grace is {job.grace_seconds}: give a number of seconds from 0, e.g. 5")
+    if job.timeout_seconds is not None:
+        from xmem.distributed.world import given_timeout
+
+        given_timeout(job.timeout_seconds)
+
+
 def _environment(job: Job, folder: str, secret: str) -> dict[str, str]:
     """Return the launcher's environment, which says what the ranks' is.
 
@@ -184,7 +200,7 @@ def _environment(job: Job, folder: str, secret: str) -> dict[str, str]:
     from xmem.distributed.world import LAUNCHED_VARIABLE, TIMEOUT_VARIABLE
 
     found = dict(environment_for(job.launcher))
-    threads = max(1, (os.cpu_count() or 1) // job.ranks)
+    threads = max(1, _processors() // job.ranks)
     found.setdefault("OMP_NUM_THREADS", str(threads))  # torchrun's own default is 1
     found.setdefault("PYTHONUNBUFFERED", "1")  # lines come as they are printed
     if job.launcher == "mpirun":
@@ -195,11 +211,36 @@ def _environment(job: Job, folder: str, secret: str) -> dict[str, str]:
     }
     if job.timeout_seconds is not None:
         rank_variables[TIMEOUT_VARIABLE] = f"{job.timeout_seconds:g}"
-    told = {"folder": folder, "secret": secret, "environment": rank_variables}
+    told = {
+        "folder": folder,
+        "secret": secret,
+        "rank_variable": _RANK_VARIABLES[job.launcher],
+        "environment": rank_variables,
+    }
     return {**found, "TMPDIR": folder, keeping.ENVIRONMENT: json.dumps(told)}
 
 
-def _quick_folder() -> str | None:
-    """Return the folder of shared memory, if there is one: MPI's segments lie in files."""
-    shared = "/dev/shm"
-    return shared if os.access(shared, os.W_OK | os.X_OK) else None
+def _processors() -> int:
+    """Return how many processors this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _made_folder(ranks: int) -> str:
+    """Make the folder of the launchers' own files: in shared memory, if there is room.
+
+    Raises:
+        DistributedError: it cannot be made anywhere.
+    """
+    prefix = f"xmem-launch-{os.getpid()}-"
+    with contextlib.suppress(OSError):  # there is none, or it is not for us
+        if shutil.disk_usage(_SHARED_MEMORY).free >= ranks * _SHARED_MEMORY_BYTES:
+            return tempfile.mkdtemp(prefix=prefix, dir=_SHARED_MEMORY)
+    try:
+        return tempfile.mkdtemp(prefix=prefix)
+    except OSError as error:
+        raise DistributedError(
+            f"the launcher's files have no place: {error}. Let the environment variable TMPDIR name"
+            " a folder that can be written to"
+        ) from error

@@ -11,6 +11,10 @@ from typing import IO, Any
 _LONGEST_LINE_BYTES = 64 * 1024
 
 
+class OutputError(Exception):
+    """What ranks print cannot be written, e.g. since the disk is full."""
+
+
 class Lines:
     """One stream of one rank.
 
@@ -23,9 +27,18 @@ class Lines:
         self._prefix = prefix
         self._target = target
         self._rest = b""
+        self._returned = False
 
     def add(self, data: bytes) -> None:
-        """Pass on what makes whole lines; a progress bar's carriage return ends one too."""
+        """Pass on what makes whole lines; a progress bar's carriage return ends one too.
+
+        Raises:
+            BrokenPipeError: nobody reads any more.
+            OutputError: it cannot be written.
+        """
+        if self._returned:
+            data = data.removeprefix(b"\n")  # of a "\r\n" that came in two pieces
+        self._returned = data.endswith(b"\r")
         *lines, self._rest = (
             (self._rest + data).replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
         )
@@ -33,8 +46,16 @@ class Lines:
             lines.append(self._rest)
             self._rest = b""
         if lines:
-            self._target.write(b"".join(self._prefix + line + b"\n" for line in lines))
+            self._write(b"".join(self._prefix + line + b"\n" for line in lines))
+
+    def _write(self, data: bytes) -> None:
+        try:
+            self._target.write(data)
             self._target.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise OutputError(f"what the ranks print cannot be written: {error}") from error
 
     def close(self) -> None:
         """Pass on the last line, which has no end."""
@@ -83,7 +104,7 @@ class Streams:
         lines = self._lines.pop(pipe)
         self._selector.unregister(pipe)
         os.close(pipe)
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(BrokenPipeError, OutputError):
             lines.close()
 
 

@@ -7,20 +7,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from xmem import accumulating, casting, in_backward
+from xmem import casting, in_backward, scaling
 from xmem.api import active
 from xmem.distributed import schedules
 from xmem.distributed.failing import communicating
 from xmem.distributed.layer_plans import check_dim
 from xmem.distributed.signatures import Asked, agree
 from xmem.distributed.stage_errors import StageError
+from xmem.distributed.training import check_module, issue_on, kinds_in, refuse_accumulation
 from xmem.distributed.world import current, joined
-from xmem.distributing import Dim, Kind, PipelineRun, Schedule, World
+from xmem.distributing import Dim, PipelineRun, Schedule, World
 from xmem.errors import CollectiveMismatchError, CompositionError, DistributedError, UsageError
-from xmem.receipts import Receipt, issue
+from xmem.receipts import Receipt
 
 _STEP = "Pipeline.step"
-_ALONE = "There is one rank, so nothing is shared: start the script with xmem launch -n 2."
+_UNSCALED = (
+    "Pipeline.step computes gradients of the loss as it is, on every stage, and a GradScaler would"
+    " divide them by its scale. Step without one, in bfloat16 (xmem.autocast) or float32"
+)
 
 
 def shard_linear(layer: Any, *, dim: Dim) -> Any:
@@ -41,7 +45,8 @@ def shard_linear(layer: Any, *, dim: Dim) -> Any:
 
     def check() -> Asked:
         check_dim(dim)
-        return Asked("shard_linear", (("dim", dim),), _parameter_kinds(layer))
+        check_module(layer)
+        return Asked("shard_linear", (("dim", dim),), kinds_in(layer))
 
     agree("shard_linear", check)
     with communicating("shard_linear"):
@@ -67,18 +72,17 @@ def tensor_parallel(model: Any, plan: Mapping[str, Dim]) -> Any:
     world = current()
 
     def check() -> Asked:
-        _refuse_accumulation("tensor_parallel")
+        refuse_accumulation("tensor_parallel")
         if not isinstance(plan, Mapping):
             raise UsageError(f"{plan!r} is no plan: give a dict of paths, with 'out' or 'in'")
+        check_module(model)
         settings = tuple((str(path), dim) for path, dim in plan.items())
-        return Asked("tensor_parallel", settings, _parameter_kinds(model))
+        return Asked("tensor_parallel", settings, kinds_in(model))
 
     agree("tensor_parallel", check)
     with communicating("tensor_parallel"):
         receipt = joined().tensor_parallel(model, plan)
-    if world.size == 1:
-        receipt = replace(receipt, applied_to=0, note=_ALONE)
-    issue(replace(receipt, technique="tensor_parallel", backend=active().name))
+    issue_on(world.size, replace(receipt, technique="tensor_parallel", backend=active().name))
     return model
 
 
@@ -107,8 +111,9 @@ class Pipeline:
         """Run one batch through all stages forward and backward.
 
         Leaves gradients for `xmem.optimizer_step(optimizer)` or the optimizer's own step; those of
-        several calls add up until they are zeroed, as backward's do. The sizes of what a stage
-        hands on may differ from batch to batch.
+        several calls add up until they are zeroed, as backward's do. They are of the loss as it is:
+        a GradScaler refuses the optimizer. The sizes of what a stage hands on may differ from batch
+        to batch.
 
         Args:
             inputs: the whole batch, (batch, ...); the first rank reads it.
@@ -126,6 +131,7 @@ class Pipeline:
         try:
             with communicating(_STEP):
                 key = self._meet(inputs, targets, optimizer)
+                scaling.refuse(optimizer, _UNSCALED)
                 loss = self._run.step(inputs, targets, optimizer, key=key)
                 mine = b"" if loss is None else float(loss).hex().encode()
                 losses = joined().exchange(mine)
@@ -168,7 +174,7 @@ class Pipeline:
         return json.dumps([first["inputs"], last["targets"], first["half"]])
 
     def _described(self, inputs: Any, targets: Any, optimizer: Any) -> dict[str, Any]:
-        _refuse_accumulation("Pipeline.step")
+        refuse_accumulation(_STEP, "a pipeline accumulates its micro-batches by itself")
         if not getattr(optimizer, "param_groups", None):
             raise UsageError(
                 f"{type(optimizer).__name__} is no optimizer: give the optimizer of this rank's"
@@ -234,7 +240,7 @@ def pipeline(
     built: list[Any] = []
 
     def check() -> Asked:
-        _refuse_accumulation("pipeline")
+        refuse_accumulation("pipeline")
         if not isinstance(stages, Sequence) or len(stages) != world.size:
             count = len(stages) if isinstance(stages, Sequence) else 0
             raise UsageError(
@@ -255,8 +261,7 @@ def pipeline(
         f"Stage {world.rank} of {world.size}, {schedule}, {micro_batches} micro-batches, at most"
         f" {made.most_alive} alive here."
     )
-    alone = world.size == 1
-    issue(Receipt("pipeline", active().name, 0 if alone else 1, note=_ALONE if alone else note))
+    issue_on(world.size, Receipt("pipeline", active().name, 1, note=note))
     return made
 
 
@@ -273,14 +278,6 @@ def _stage(stage: Any, rank: int) -> Any:
     return stage
 
 
-def _refuse_accumulation(what: str) -> None:
-    if accumulating.current() is not None:
-        raise CompositionError(
-            f"{what} inside xmem.accumulate: a pipeline accumulates its micro-batches by itself,"
-            " and a model is cut before training. Call it outside of the block"
-        )
-
-
 def _kind(tensor: Any, name: str) -> tuple[str, list[int]]:
     try:
         kind = joined().describe(tensor)
@@ -295,11 +292,3 @@ def _read(raw: bytes) -> dict[str, Any]:
         return {"what": "", "error": "", "half": "", **json.loads(raw)}
     except (ValueError, TypeError):
         return {"what": raw.decode("utf-8", "replace")[:80], "error": "", "half": ""}
-
-
-def _parameter_kinds(model: Any) -> tuple[Kind, ...]:
-    if not active().checkpoint.is_module(model):
-        raise UsageError(f"{model!r} is no module of the active backend; pass its own modules")
-    parameters = active().measure.owned(model, None, None)["parameter"]
-    describe = joined().describe
-    return tuple(sorted(map(describe, parameters), key=str))  # found in no order

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from xmem.distributed.counting import hold, note, release, waited
 from xmem.distributed.failing import communicating
 from xmem.distributed.signatures import Asked, agree
-from xmem.distributed.traffic import hold, note, release, waited
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,7 +28,7 @@ class Call:
     """One call of the engine.
 
     Attributes:
-        kind: see `xmem.distributed.traffic`.
+        kind: see `xmem.distributed.counting`.
         size_bytes: of the whole tensor.
         world_size: how many ranks.
         start: begins it.

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from xmem.distributed.answers import read
 from xmem.distributed.failing import communicating
 from xmem.distributed.world import joined
 from xmem.distributing import Kind
@@ -80,7 +81,7 @@ def agree(what: str, check: Callable[[], Asked]) -> Asked:
         "error": "" if error is None else f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS],
         "tells": 1,
     }
-    answers = [_read(raw) for raw in _exchange(what, json.dumps(answer).encode())]
+    answers = [{"is": "", **read(raw)} for raw in _exchange(what, json.dumps(answer).encode())]
     if error is not None:
         raise error
     assert asked is not None
@@ -176,17 +177,6 @@ def _exchange(what: str, payload: bytes) -> list[bytes]:
     distributed = joined()
     with communicating(what):
         return distributed.exchange(payload)
-
-
-def _read(raw: bytes) -> dict[str, Any]:
-    """Return an answer; other calls that ranks meet at send only their name."""
-    try:
-        answer = json.loads(raw)
-    except ValueError:
-        answer = None
-    if not isinstance(answer, dict):
-        answer = {"what": raw.decode("utf-8", "replace")[:80]}
-    return {"what": "", "is": "", "error": "", **answer}
 
 
 def _packed(parts: dict[str, Any]) -> bytes:

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from xmem.api import active
 from xmem.distributed.agreeing import attempt
 from xmem.distributed.failing import communicating
 from xmem.distributed.signatures import Asked, agree
+from xmem.distributed.training import check_module
 from xmem.distributed.world import current, joined
 from xmem.errors import UsageError
 
@@ -96,8 +96,7 @@ def _gathered(model: Any, optimizer: Any) -> dict[str, Any] | None:
 
 def _check(what: str, model: Any, optimizer: Any) -> Asked:
     """Refuse what has no state; return what has to be alike on the ranks."""
-    if not active().checkpoint.is_module(model):
-        raise UsageError(f"{model!r} is no module of the active backend; pass its own modules")
+    check_module(model)
     if optimizer is not None and not getattr(optimizer, "param_groups", None):
         raise UsageError(f"{type(optimizer).__name__} is no optimizer of a model's parameters")
     kinds = (("model", type(model).__name__), ("optimizer", type(optimizer).__name__))
@@ -118,7 +117,8 @@ def _check_state(state: Mapping[str, Any] | None, optimizer: Any) -> None:
 
 
 def _write(state: Mapping[str, Any], path: Path) -> None:
-    number, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    # The end of the name may say in which format a framework writes.
+    number, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=f".part.{path.name}")
     os.close(number)
     try:
         joined().save_file(state, name)

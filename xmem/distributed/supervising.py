@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import selectors
 import signal
@@ -16,8 +15,9 @@ from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import IO, Any
 
+from xmem.distributed.keepers import Keeper
 from xmem.distributed.keeping import die_with_parent
-from xmem.distributed.output_lines import Lines, Streams
+from xmem.distributed.output_lines import Lines, OutputError, Streams
 from xmem.errors import DistributedError
 
 START_SECONDS = 120.0
@@ -44,16 +44,6 @@ class Outcome:
     signal: int | None = None
 
 
-@dataclass
-class _Rank:
-    """A rank's keeper, as far as it has reported."""
-
-    connection: socket.socket
-    rank: int | None = None
-    status: int | None = None
-    rest: bytes = b""
-
-
 class Supervisor:
     """One job under way.
 
@@ -61,7 +51,8 @@ class Supervisor:
         address: where keepers report, "@name" for an abstract socket.
         secret: what they show that they are this job's.
         ranks: how many there are.
-        grace_seconds: how long the others may take to end by themselves when one has failed.
+        grace_seconds: how long ranks may take to end by themselves when one has failed, or after a
+            signal.
     """
 
     def __init__(self, address: str, secret: str, ranks: int, grace_seconds: float) -> None:
@@ -72,7 +63,7 @@ class Supervisor:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind("\0" + address[1:] if address.startswith("@") else address)
         self._listener.listen(ranks + 4)
-        self._ranks: list[_Rank] = []
+        self._keepers: list[Keeper] = []
         self._streams = Streams(self._selector)
         self._said: deque[bytes] = deque(maxlen=200)
         self._outcome: Outcome | None = None
@@ -86,6 +77,8 @@ class Supervisor:
     def __enter__(self) -> Supervisor:
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         for number in _PASSED_ON:
+            if signal.getsignal(number) is signal.SIG_IGN:
+                continue  # as nohup and a shell's background jobs want it
             with contextlib.suppress(ValueError):  # not in the main thread: no signals come here
                 self._handlers[number] = signal.signal(number, self._on_signal)
         return self
@@ -98,8 +91,8 @@ class Supervisor:
     ) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
-        for rank in self._ranks:
-            rank.connection.close()
+        for keeper in self._keepers:
+            keeper.connection.close()
         self._streams.close()
         self._listener.close()
         self._selector.close()
@@ -146,6 +139,8 @@ class Supervisor:
             except BrokenPipeError:  # whoever reads our output has gone
                 self._outcome = Outcome(128 + signal.SIGPIPE, signal=signal.SIGPIPE)
                 return
+            except OutputError as error:
+                raise DistributedError(f"{error}. All ranks are ended") from error
             if self._outcome is None and len(self._started()) < self._count:
                 late = time.monotonic() > starts_by
                 if late or process.poll() is not None:
@@ -162,50 +157,50 @@ class Supervisor:
 
     def _accept(self) -> None:
         connection, _ = self._listener.accept()
-        rank = _Rank(connection)
-        self._ranks.append(rank)
-        self._selector.register(connection, selectors.EVENT_READ, lambda: self._hear(rank))
+        keeper = Keeper(connection, self._secret)
+        self._keepers.append(keeper)
+        self._selector.register(connection, selectors.EVENT_READ, lambda: self._hear(keeper))
 
-    def _hear(self, rank: _Rank) -> None:
-        try:
-            data = rank.connection.recv(4096)
-        except OSError:
-            data = b""
-        if not data:
-            self._selector.unregister(rank.connection)
-            if rank.rank is not None and rank.status is None:
-                self._ended(rank, -signal.SIGKILL)  # the keeper itself was killed
+    def _hear(self, keeper: Keeper) -> None:
+        messages = keeper.read()
+        if messages is None:
+            self._leave(keeper)
+            if keeper.rank is not None and keeper.status is None:  # it was killed itself
+                keeper.end_rank()
+                self._ended(keeper, -signal.SIGKILL)
             return
-        *lines, rank.rest = (rank.rest + data).split(b"\n")
-        for line in lines:
-            message = json.loads(line)
-            if "secret" in message:
-                self._welcome(rank, message)
+        for message in messages:
+            if "rank" in message and self._outcome is not None:
+                self._leave(keeper)  # too late: the job is ending
+                return
+            if "rank" in message:
+                self._welcome(keeper, message["rank"])
             elif "status" in message:
-                self._ended(rank, message["status"])
+                self._ended(keeper, message["status"])
 
-    def _welcome(self, rank: _Rank, message: dict[str, Any]) -> None:
-        if message["secret"] != self._secret:
-            self._selector.unregister(rank.connection)
-            rank.connection.close()
-            self._ranks.remove(rank)
-            return
-        rank.rank = message["rank"]
-        prefix = f"[{rank.rank}] ".encode()
+    def _leave(self, keeper: Keeper) -> None:
+        """Hear no more of a keeper; one that was never welcomed is forgotten."""
+        self._selector.unregister(keeper.connection)
+        if keeper.rank is None:
+            keeper.connection.close()
+            self._keepers.remove(keeper)
+
+    def _welcome(self, keeper: Keeper, rank: int) -> None:
+        prefix = f"[{rank}] ".encode()
         ends = []
         for target in self._targets:
             reading, writing = os.pipe()
             self._streams.add_lines(reading, Lines(prefix, target))
             ends.append(writing)
-        socket.send_fds(rank.connection, [b"\0"], ends)
+        keeper.welcome(rank, ends)
         for end in ends:
             os.close(end)
 
-    def _ended(self, rank: _Rank, status: int) -> None:
-        rank.status = status if status >= 0 else 128 - status
-        if not rank.status:
+    def _ended(self, keeper: Keeper, status: int) -> None:
+        keeper.status = status if status >= 0 else 128 - status
+        if not keeper.status:
             return
-        outcome = Outcome(rank.status, rank=rank.rank)
+        outcome = Outcome(keeper.status, rank=keeper.rank)
         if status < 0 and self._may_follow():
             self._outcome = outcome
         self._by_signal = self._by_signal or status < 0
@@ -233,21 +228,20 @@ class Supervisor:
         self._send(number if self._signals == 1 else signal.SIGKILL)  # a second Ctrl-C
         if self._outcome is None:
             self._outcome = Outcome(128 + number, signal=number)
-        self._deadlines.append((time.monotonic() + _KILL_SECONDS, signal.SIGKILL))
+        self._deadlines.append((time.monotonic() + self._grace_seconds, signal.SIGKILL))
 
     def _send(self, number: int) -> None:
         self._has_sent = True
-        for rank in self._alive():
-            with contextlib.suppress(OSError):
-                rank.connection.sendall(b"%d\n" % number)
+        for keeper in self._alive():
+            keeper.send(number)
 
     # State.
 
-    def _started(self) -> list[_Rank]:
-        return [rank for rank in self._ranks if rank.rank is not None]
+    def _started(self) -> list[Keeper]:
+        return [keeper for keeper in self._keepers if keeper.rank is not None]
 
-    def _alive(self) -> list[_Rank]:
-        return [rank for rank in self._started() if rank.status is None]
+    def _alive(self) -> list[Keeper]:
+        return [keeper for keeper in self._started() if keeper.status is None]
 
     def _is_over(self) -> bool:
         """Say whether all have ended; after a failure, those that came."""
@@ -268,17 +262,18 @@ class Supervisor:
     def _close(self, process: subprocess.Popen[bytes]) -> None:
         """Let the keepers go, pass on the last lines, and see the launcher out."""
         self._send(signal.SIGKILL)
-        for rank in self._started():
-            with contextlib.suppress(OSError):
-                rank.connection.sendall(b"go\n")
+        for keeper in self._started():
+            keeper.let_go()
+        if len(self._started()) < self._count:
+            process.terminate()  # it would go on starting them
         ends = time.monotonic() + _CLOSE_SECONDS
         while process.poll() is None and time.monotonic() < ends:
-            with contextlib.suppress(BrokenPipeError):
+            with contextlib.suppress(BrokenPipeError, OutputError):
                 self._step(0.05)
         if process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(BrokenPipeError, OutputError):
             while self._selector.get_map() and self._selector.select(0):
                 self._step(0)

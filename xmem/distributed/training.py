@@ -52,10 +52,11 @@ def data_parallel(
         CollectiveMismatchError: the ranks have different models, or ask for different things.
     """
     world = current()
+    trained: list[Any] = []
 
     def check() -> Asked:
         _refuse("data_parallel", optimizer)
-        _check_module(model)
+        check_module(model)
         if compress is not None and compress not in get_args(Compression):
             raise UsageError(unknown("compression", str(compress), get_args(Compression)))
         flags = {"error_feedback": error_feedback, "unused_parameters": unused_parameters}
@@ -65,13 +66,14 @@ def data_parallel(
         if parse_size(bucket) < 1:
             raise UsageError(f"bucket={bucket!r}: give at least 1 byte, e.g. '25MiB'")
         settings = {"bucket": parse_size(bucket), "compress": compress, **flags}
-        return Asked("data_parallel", tuple(settings.items()), _kinds(optimizer))
+        trained.extend(_parameters(optimizer))
+        return Asked("data_parallel", tuple(settings.items()), kinds_in(model))
 
-    asked = agree("data_parallel", check)
+    agree("data_parallel", check)
     reduction = Reduction(parse_size(bucket), compress, error_feedback, unused_parameters)
     with communicating("data_parallel"):
         parallel = joined().data_parallel(model, optimizer, reduction)
-    _issue(Receipt("data_parallel", active().name, len(asked.kinds)), world.size)
+    issue_on(world.size, Receipt("data_parallel", active().name, len(trained)))
     return parallel
 
 
@@ -106,7 +108,7 @@ def shard_optimizer(optimizer: Any) -> Any:
     asked = agree("shard_optimizer", check)
     with communicating("shard_optimizer"):
         sharded = joined().shard_optimizer(optimizer)
-    _issue(Receipt("shard_optimizer", active().name, len(asked.kinds)), world.size)
+    issue_on(world.size, Receipt("shard_optimizer", active().name, len(asked.kinds)))
     return sharded
 
 
@@ -132,7 +134,7 @@ def shard_model(model: Any, *, blocks: Sequence[Any] | None = None) -> Any:
 
     def check() -> Asked:
         _refuse("shard_model")
-        _check_module(model)
+        check_module(model)
         capability = active().checkpoint
         found = (
             find_blocks(capability, model)
@@ -141,9 +143,7 @@ def shard_model(model: Any, *, blocks: Sequence[Any] | None = None) -> Any:
         )
         chosen.extend(named for several in found for named in several)
         settings = (("blocks", [path for path, _ in chosen]),)
-        parameters = active().measure.owned(model, None, None)["parameter"]
-        kinds = sorted(map(_kind, parameters), key=str)  # a set of modules has no order
-        return Asked("shard_model", settings, tuple(kinds))
+        return Asked("shard_model", settings, kinds_in(model))
 
     agree("shard_model", check)
     with communicating("shard_model"):
@@ -156,17 +156,32 @@ def shard_model(model: Any, *, blocks: Sequence[Any] | None = None) -> Any:
         )
     names = tuple(path for path, _ in chosen)
     receipt = replace(receipt, technique="shard_model", names=names, note=note)
-    _issue(receipt, world.size)
+    issue_on(world.size, receipt)
     return model
+
+
+def refuse_accumulation(
+    what: str,
+    why: str = "micro-batches before and after it would be shared in different ways",
+) -> None:
+    """Refuse what cannot come between micro-batches.
+
+    Args:
+        what: the call.
+        why: a sentence.
+
+    Raises:
+        CompositionError: this is inside `xmem.accumulate`.
+    """
+    if accumulating.current() is not None:
+        raise CompositionError(
+            f"{what} inside xmem.accumulate: {why}. Call it outside of the block"
+        )
 
 
 def _refuse(what: str, optimizer: Any = None) -> None:
     """Refuse what none of these can be combined with."""
-    if accumulating.current() is not None:
-        raise CompositionError(
-            f"{what} inside xmem.accumulate: gradients of some micro-batches would be shared and"
-            " others not. Call it once, before training"
-        )
+    refuse_accumulation(what)
     if optimizer is None:
         return
     _parameters(optimizer)
@@ -177,9 +192,21 @@ def _refuse(what: str, optimizer: Any = None) -> None:
         )
 
 
-def _check_module(model: Any) -> None:
+def check_module(model: Any) -> None:
+    """Refuse what is no module.
+
+    Raises:
+        UsageError: says what it is.
+    """
     if not active().checkpoint.is_module(model):
         raise UsageError(f"{model!r} is no module of the active backend; pass its own modules")
+
+
+def kinds_in(model: Any) -> tuple[Kind, ...]:
+    """Describe all parameters and buffers of a model, in an order that is the same on all ranks."""
+    owned = active().measure.owned(model, None, None)
+    tensors = (*owned["parameter"], *owned["buffer"])
+    return tuple(sorted(map(_kind, tensors), key=str))  # found in no order
 
 
 def _parameters(optimizer: Any) -> list[Any]:
@@ -204,6 +231,6 @@ def _kind(parameter: Any) -> Kind:
         return Kind(str(parameter.dtype), tuple(parameter.shape), 0)
 
 
-def _issue(receipt: Receipt, ranks: int) -> None:
+def issue_on(ranks: int, receipt: Receipt) -> None:
     """Tell observers; one rank alone shares nothing, which warns."""
     issue(replace(receipt, applied_to=0, note=_ALONE) if ranks == 1 else receipt)

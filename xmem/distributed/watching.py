@@ -238,7 +238,7 @@ class Watcher:
         if os.getpid() != self._process:
             self._previous_hook(kind, error, trace)
             return
-        explained = self._explanation(error)
+        explained = self.explanation(error)
         final = explained or error
         self._watch.roll.fail(f"{type(final).__name__}: {_one_line(final)}")
         with contextlib.suppress(Exception):
@@ -249,7 +249,7 @@ class Watcher:
         _flush()
         os._exit(128 + signal.SIGINT if issubclass(kind, KeyboardInterrupt) else 1)
 
-    def _explanation(self, error: BaseException) -> DistributedError | None:
+    def explanation(self, error: BaseException) -> DistributedError | None:
         """Return what an error of the framework's own communication is due to, or None."""
         if isinstance(error, DistributedError) or not isinstance(error, self._watch.failures):
             return None
@@ -261,6 +261,14 @@ class Watcher:
     def _at_exit(self) -> None:
         if os.getpid() == self._process:
             self._watch.roll.leave()
+
+
+def explanation(error: BaseException) -> DistributedError | None:
+    """Return what an error of the framework's own communication is due to, or None.
+
+    For programs that catch their errors; those that nothing catches are explained by themselves.
+    """
+    return None if _installed is None else _installed.explanation(error)
 
 
 _masks: list[set[int]] = []

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from xmem.api import active
 from xmem.distributed import failing, roll, watching
-from xmem.distributed.traffic import traffic
+from xmem.distributed.answers import read
+from xmem.distributed.counting import traffic
 from xmem.distributing import World
 from xmem.errors import DistributedError, UsageError
 
@@ -22,6 +23,8 @@ LAUNCHED_VARIABLE = "XMEM_LAUNCHED"
 """What `xmem launch` tells each rank: "2 torch" for two ranks of this backend."""
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
+LONGEST_TIMEOUT_SECONDS = 1e8
+"""Three years: engines count in ms and ns, and more of them than they can hold come out as none."""
 
 _world: World | None = None
 _backend: Distributed | None = None
@@ -110,7 +113,7 @@ def given_timeout(timeout: float | None) -> float:
     """Return the timeout that holds, in seconds: the given one, else the environment's, else 600.
 
     Raises:
-        UsageError: it is not a number above 0.
+        UsageError: it is not a number above 0, or more than engines can count.
     """
     given: object = timeout
     source = "timeout"
@@ -121,8 +124,11 @@ def given_timeout(timeout: float | None) -> float:
         seconds = math.nan if isinstance(given, bool) else float(given)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         seconds = math.nan
-    if not (seconds > 0 and math.isfinite(seconds)):
-        raise UsageError(f"{source} is {given!r}: give a number of seconds above 0, e.g. 600")
+    if not 0 < seconds <= LONGEST_TIMEOUT_SECONDS:
+        raise UsageError(
+            f"{source} is {given!r}: give a number of seconds above 0, e.g. 600, and at most"
+            f" {LONGEST_TIMEOUT_SECONDS:g}"
+        )
     return seconds
 
 
@@ -211,7 +217,7 @@ def _meet(name: str) -> None:
 
     distributed = joined()
     with failing.communicating(name):
-        names = [raw.decode("utf-8", "replace") for raw in distributed.exchange(name.encode())]
+        names = [read(raw)["what"] for raw in distributed.exchange(name.encode())]
     if set(names) != {name}:
         raise CollectiveMismatchError(
             f"ranks called different things: {', '.join(map(repr, names))}, by rank. All ranks"

@@ -6,6 +6,7 @@ As in `xmem.report.tables`, everything here is text that its renderer has yet to
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 
 from xmem.report.compare import compare_techniques
 from xmem.report.model import RankResult, Report, Result
@@ -19,6 +20,8 @@ from xmem.report.tables import (
 )
 from xmem.sizes import format_size
 
+_MAY_BE_EMPTY = ("Buffers", "In communication")
+
 
 def _of_ranks(report: Report) -> list[Result]:
     return [r for r in report.results if r.status == "ok" and r.ranks]
@@ -30,12 +33,12 @@ def worlds_table(report: Report) -> Table | None:
     if not rows:
         return None
     baselines = {id(c.result): c.baseline for c in compare_techniques(report)}
-    return Table(
+    table = Table(
         title="Several ranks beside one process",
         columns=(
-            "Workload", "Technique", "Backend", "Ranks", "Engine", "Static", "Of one process",
-            "Peak", "Of one process", "Sent a step", "Calls a step", "Buffers",
-            "In communication",
+            "Workload", "Technique", "Backend", "Ranks", "Engine", "Static",
+            "Static, of one process", "Peak", "Peak, of one process", "Sent a step",
+            "Calls a step", "Buffers", "In communication",
         ),
         numeric=8,
         rows=tuple(_world_row(r, baselines[id(r)]) for r in rows),
@@ -44,10 +47,27 @@ def worlds_table(report: Report) -> Table | None:
             " steps. Sent: what one rank hands to others in one step, by the usual ring or"
             " pairwise algorithm. Buffers: the most that buckets and packed copies took at once,"
             " which is what aggregation itself costs; a batch that fits on one device may not fit"
-            " on several for it. In communication: seconds of a step inside calls or waiting for"
-            " other ranks, where the backend can tell."
+            " on several for it. A dash, or no such column: tensors are sent from where they lie."
+            " In communication: seconds of a step inside calls or waiting for other ranks, where"
+            " the backend can tell."
         ),
     )  # fmt: skip
+    return _without_empty(table)
+
+
+def _without_empty(table: Table) -> Table:
+    """Return a table without those columns of what aggregation costs in which nothing stands."""
+    kept = [
+        index
+        for index, name in enumerate(table.columns)
+        if name not in _MAY_BE_EMPTY or any(row[index].text != "-" for row in table.rows)
+    ]
+    return replace(
+        table,
+        columns=tuple(table.columns[index] for index in kept),
+        numeric=sum(table.is_numeric(index) for index in kept),
+        rows=tuple(tuple(row[index] for index in kept) for row in table.rows),
+    )
 
 
 def _world_row(result: Result, baseline: Result | None) -> tuple[Cell, ...]:
@@ -106,11 +126,13 @@ def _rank_table(result: Result) -> Table:
         *(f"Sent: {kind.replace('_', ' ')}" for kind in kinds), "Buffers", "In communication",
         "Step time", "Process peak",
     )  # fmt: skip
-    return Table(
-        title=f"By rank: {case_label(result)}",
-        columns=columns,
-        numeric=len(columns) - 1,
-        rows=tuple(_rank_row(rank, categories, kinds) for rank in result.ranks),
+    return _without_empty(
+        Table(
+            title=f"By rank: {case_label(result)}",
+            columns=columns,
+            numeric=len(columns) - 1,
+            rows=tuple(_rank_row(rank, categories, kinds) for rank in result.ranks),
+        )
     )
 
 

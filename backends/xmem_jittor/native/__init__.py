@@ -273,6 +273,7 @@ def mpi() -> ctypes.PyDLL:
     ]  # fmt: skip
     library.xmem_mpi_failure.argtypes = [many, many, integer, ctypes.c_char_p, integer]
     library.xmem_mpi_interruption.restype = ctypes.py_object
+    library.xmem_mpi_spent.restype = ctypes.c_double
     for name in ("watch", "run", "stop", "abort"):
         getattr(library, f"xmem_mpi_{name}").restype = None
     return library

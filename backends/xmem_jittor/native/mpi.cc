@@ -7,12 +7,23 @@ using namespace xmem;
 
 namespace {
 
+// Where the program ends otherwise than together with all ranks, others need not come to
+// MPI_Finalize(), which Jittor calls after this and which would wait for them.
+void leave_alone(int status, void*) {
+    auto& it = state();
+    if (!it.failure && !(status && it.world)) return;
+    fflush(nullptr);
+    _exit(status);
+}
+
 void join(double timeout) {
     auto& it = state();
     forget_sendings();
     int is_there = 0;
     MPI_Initialized(&is_there);
     if (!is_there) fail(ENGINE, {}, "MPI has not been started in this process");
+    static const int watched = on_exit(leave_alone, nullptr);
+    (void)watched;
     it.failure = NOTHING;
     it.interruption = nullptr;
     it.ranks.clear();
@@ -70,6 +81,14 @@ int xmem_mpi_start(double timeout, long long world, long long* found) {
 
 void xmem_mpi_watch(void* roll) { state().roll = (Record*)roll; }
 
+// Seconds in calls of xmem_mpi_run() since this was last asked.
+double xmem_mpi_spent() {
+    auto& it = state();
+    double seconds = it.spent_ns * 1e-9;
+    it.spent_ns = 0;
+    return seconds;
+}
+
 // One call of a kind; throws. `numbers` are those of Call.
 void xmem_mpi_run(const long long* numbers, const void* from, void* to) {
     Call call;
@@ -79,9 +98,9 @@ void xmem_mpi_run(const long long* numbers, const void* from, void* to) {
     const char* in = (const char*)from;
     char* out = (char*)to;
     if (call.world != state().world)
-        throw std::runtime_error("xmem.distributed: " + doing + " was asked for in a world of ranks"
-                                 " that this process has left since");
+        throw error(doing + " was asked for in a world of ranks that this process has left since");
     Entry entry(doing);
+    Stopwatch stopwatch;
     if (call.kind < SEND) {
         const int64_t bytes = call.count * dtype_bytes((int)call.dtype);
         const int64_t along = bytes_along(call, in != nullptr);

@@ -38,8 +38,7 @@ struct Entry {
     explicit Entry(const std::string& doing) {
         auto& it = state();
         if (it.failure)
-            throw std::runtime_error("xmem.distributed: " + doing +
-                                     " is refused, communication has failed before: " + it.message);
+            throw error(doing + " is refused, communication has failed before: " + it.message);
         if (!it.roll) return;
         auto& own = it.roll[it.rank];
         write_text(own.doing, sizeof own.doing, doing);
@@ -53,6 +52,12 @@ struct Entry {
         own.sign_of_life = monotonic_ns();
         own.finished++;
     }
+};
+
+// Counts the time until it goes, also where a call throws.
+struct Stopwatch {
+    const int64_t begun = monotonic_ns();
+    ~Stopwatch() { state().spent_ns += monotonic_ns() - begun; }
 };
 
 // What each rank calls, with its tensor if that is small.

@@ -28,6 +28,7 @@ struct State {
     int rank = 0, size = 1;
     int64_t world = 0;  // which one of those that this process has joined; 0: none
     double timeout = 600;
+    int64_t spent_ns = 0;  // in calls, since somebody has asked
     Record* roll = nullptr;
     std::vector<char> staging;
     int failure = NOTHING;
@@ -48,6 +49,11 @@ inline std::string listed(const std::vector<int>& ranks) {
     return text;
 }
 
+// The line ends with what we say: Jittor colours its log, and ends the colour behind the text.
+inline std::runtime_error error(const std::string& message) {
+    return std::runtime_error("xmem.distributed: " + message + "\n");
+}
+
 [[noreturn]] inline void fail(int failure, std::vector<int> ranks, const std::string& message) {
     auto& it = state();
     std::sort(ranks.begin(), ranks.end());
@@ -55,7 +61,7 @@ inline std::string listed(const std::vector<int>& ranks) {
     it.failure = failure;
     it.ranks = ranks;
     it.message = message;
-    throw std::runtime_error("xmem.distributed: " + message);
+    throw error(message);
 }
 
 inline void check(int code, const std::string& doing) {

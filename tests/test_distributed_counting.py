@@ -2,7 +2,8 @@ import threading
 
 import pytest
 
-from xmem.distributed.traffic import Traffic, hold, note, release, sent_by_ring, traffic, waited
+from xmem.distributed import counting
+from xmem.distributed.counting import Traffic, hold, note, release, sent_by_ring, traffic, waited
 from xmem.errors import UsageError
 
 
@@ -88,3 +89,13 @@ def test_threads_lose_no_count():
     for thread in threads:
         thread.join()
     assert traffic().calls == {"send": 2000}
+
+
+def test_a_backend_s_own_clock_is_asked_each_time(monkeypatch):
+    spent = [0.5, 0.25, 1.0]
+    monkeypatch.setattr(counting, "_clocks", set())
+    counting.ask(lambda: spent.pop(0))
+    waited(2.0)
+    assert traffic().seconds == 2.5
+    assert traffic(reset=True).seconds == 2.75
+    assert traffic().seconds == 1.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from xmem.errors import UsageError
@@ -60,6 +61,7 @@ class _Count:
 # A lock, since backward reports from threads of its own.
 _lock = threading.Lock()
 _count = _Count()
+_clocks: set[Callable[[], float]] = set()
 
 
 def sent_by_ring(kind: str, size_bytes: int, world_size: int) -> int:
@@ -110,6 +112,15 @@ def waited(seconds: float) -> None:
         _count.seconds += seconds
 
 
+def ask(clock: Callable[[], float]) -> None:
+    """Let `traffic` ask a backend, whose native code waits by itself, for the seconds of that.
+
+    Args:
+        clock: returns those since it was last asked, of calls that nobody else has timed.
+    """
+    _clocks.add(clock)
+
+
 def hold(size_bytes: int) -> None:
     """Count memory of a bucket or packed copy that is being made, in bytes; see `release`."""
     with _lock:
@@ -129,7 +140,9 @@ def traffic(*, reset: bool = False) -> Traffic:
     Args:
         reset: count from zero again.
     """
+    spent = sum(clock() for clock in _clocks)
     with _lock:
+        _count.seconds += spent
         found = Traffic(
             dict(_count.calls), dict(_count.sent_bytes), _count.seconds, _count.buffer_bytes
         )
