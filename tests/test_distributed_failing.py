@@ -113,9 +113,10 @@ def test_a_rank_that_gave_up_waiting_passes_its_reason_on(watch, monkeypatch):
     assert (type(error), error.ranks) == (CollectiveTimeoutError, (1,))
 
 
-def test_a_rank_that_left_is_named_when_it_is_needed(watch, monkeypatch):
+@pytest.mark.parametrize("said", ["Connection closed by peer", "Timed out waiting"])
+def test_a_rank_that_left_is_named_when_it_is_needed(watch, monkeypatch, said):
     see(watch, monkeypatch, *others(2, rank1={"state": roll.LEFT, "life": "dead"}))
-    error = failing.explain(EngineError("Connection closed by peer"), "all_reduce")
+    error = failing.explain(EngineError(said), "all_reduce")
     assert (type(error), error.ranks) == (RankLostError, (1,))
     assert "has left" in str(error)
 
@@ -127,6 +128,8 @@ def test_a_failure_that_nobody_explains_keeps_its_text(watch, monkeypatch):
     assert str(error) == "broadcast failed: EngineError: the wire is cut"
     mismatch = failing.explain(EngineError("tensor size mismatch"), "broadcast")
     assert type(mismatch) is CollectiveMismatchError
+    logged = EngineError("[f 1130 executor.cc:686]\nReason: xmem.distributed: rank 1 is lost.\nbye")
+    assert str(failing.explain(logged, "reduce")) == "reduce failed: rank 1 is lost."
 
 
 def test_errors_of_the_program_itself_pass_unchanged(watch):

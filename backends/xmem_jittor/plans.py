@@ -24,7 +24,7 @@ from xmem.playing import REMADE, Script, TracedStages
 from xmem.predicting import PREDICTION, Prediction
 from xmem.randomness import Streams, stream_kinds
 from xmem.records import Recompute, Step
-from xmem_jittor import marking, native, replay
+from xmem_jittor import marking, native, replay, shares
 from xmem_jittor.graph import newest_node
 from xmem_jittor.handing import Chain, Stepping, bytes_of, bytes_there, is_trained
 from xmem_jittor.marking import Notes
@@ -94,6 +94,7 @@ class Plans:
         All random numbers are drawn as in stages, with seeds: Jittor's own generator cannot be set
         back, and a step without a plan draws the same numbers as one with a plan.
         """
+        shares.refuse_owned(model, "A plan")
         library = native.allocator()
         trained = {name: p for name, p in model.named_parameters() if is_trained(p)}
         with _restored(model) as buffers, replay.unmoved():

@@ -29,7 +29,7 @@ from xmem.containers import fill, take_apart
 from xmem.errors import CompositionError
 from xmem.playing import Script
 from xmem.records import TAIL, Mark, Recompute
-from xmem_jittor import notices
+from xmem_jittor import notices, shares
 from xmem_jittor.calls import Call
 from xmem_jittor.differentiate import differentiate
 from xmem_jittor.emptying import empty, refill
@@ -93,6 +93,7 @@ class PlanRun:
         notices.warn_if_eager()
         if stage != len(self._stages):
             notices.refuse_out_of_order(self._names[stage], self._names[len(self._stages) :])
+        shares.refuse_owned(getattr(function, "__self__", None), "A plan")
         given: list[Any] = []
         template = take_apart((tuple(args), dict(kwargs)), jt.Var, given)
         with jt.flag_scope(lazy_execution=1):

@@ -18,6 +18,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from xmem.errors import CompositionError
+
 _NOTE = "_xmem_share"
 
 
@@ -64,6 +66,25 @@ def of(parameter: Any) -> Share | None:
 def kinds(parameters: Iterable[Any]) -> frozenset[str]:
     """Return the kinds that are among parameters."""
     return frozenset(share.kind for p in parameters if (share := of(p)) is not None)
+
+
+def refuse_owned(model: Any, what: str) -> None:
+    """Refuse what computes blocks in an order of its own, which ranks may not share.
+
+    Args:
+        model: a module, or anything else, of which nothing is known.
+        what: what that is, at the beginning of a sentence.
+
+    Raises:
+        CompositionError: the model's parameters are gathered around its passes only.
+    """
+    parameters = getattr(model, "parameters", None)
+    if callable(parameters) and "owned" in kinds(parameters()):
+        raise CompositionError(
+            f"{what} computes blocks of {type(model).__name__} in an order of its own, and ranks"
+            " that measured other times would gather parameters in another: it is sharded"
+            ' (shard_model). Use xmem.apply_checkpointing(model, "every") there'
+        )
 
 
 def is_apart(parameter: Any) -> bool:

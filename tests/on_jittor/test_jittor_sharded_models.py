@@ -113,6 +113,8 @@ if w == 2:
     said["states"] = refused(lambda: xd.shard_optimizer(optimizer))
     said["masters"] = refused(lambda: xmem.cast_model(net, "float16", optimizer=optimizer))
     said["no_sync"] = refused(lambda: xd.no_sync(net).__enter__())
+    squares = lambda model, batch: ((model(batch[0]) - batch[1]) ** 2).mean()
+    said["planned"] = refused(lambda: xmem.profile(net, (x, y), squares))
     other = chain()
     early = adam(other)
     said["early"] = refused(lambda: xd.shard_model(other))
@@ -267,6 +269,7 @@ def test_a_parameter_read_outside_of_its_block_is_nan_or_its_owners(reported):
         ("states", "leave shard_optimizer out"),
         ("masters", "masters are not sharded"),
         ("no_sync", "in each backward"),
+        ("planned", "gather parameters in another"),
         ("early", "Make the optimizer after"),
         ("nested", "List one of the two"),
     ],

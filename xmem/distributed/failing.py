@@ -130,9 +130,10 @@ def _explained(watch: Watch, error: BaseException, doing: str) -> DistributedErr
     gone = wait_for_gone(watch.roll, 0.0 if timed_out else _SETTLE_SECONDS)
     if gone and not (all(map(_gave_up, gone)) and watch.roll.late()):
         return lost_error(gone, doing)
-    if gone or timed_out:
+    left = watch.roll.left()
+    if gone or (timed_out and not left):
         return _late_error(watch, doing)
-    if left := watch.roll.left():
+    if left:
         return RankLostError(
             f"{doing} cannot end: {_listed(left)}, while this rank needs them. All ranks must"
             " make the same calls",
