@@ -153,8 +153,16 @@ def _nvcc() -> str:
 def import_jittor() -> Any:
     """Import Jittor without its log lines, and say so when it compiles its core for minutes."""
     with _quiet(), _progress():
-        import jittor
-        from jittor_utils import LOG
+        try:
+            import jittor
+            from jittor_utils import LOG
+        except SystemExit as leaving:
+            # Jittor 1.3.11 ends the process, with status 0, once it has compiled its utilities
+            # again (compiler.py, check_cache_compile). Other ranks would wait for this one.
+            raise BackendUnavailableError(
+                "Jittor has compiled its utilities again, for another Jittor, compiler or cache"
+                " folder than before, and needs a fresh process. Start the program once more."
+            ) from leaving
     if _is_quiet():
         # Warnings ("has no gradient") are for the user again; only the import's noise was not.
         LOG.log_silent = 0

@@ -305,3 +305,17 @@ def test_a_killed_worker_does_not_end_a_process_that_has_loaded_jittor(crashy, t
     )
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.startswith("error killed by SIGKILL")
+
+
+def test_a_jittor_that_leaves_while_it_is_imported_is_an_error_and_not_a_success(tmp_path):
+    """It does so, with status 0, when it has compiled its utilities again."""
+    need_jittor()
+    (tmp_path / "jittor.py").write_text("raise SystemExit(0)")
+    ran = run_python(
+        "import os, sys, xmem\n"
+        f"sys.path.insert(0, {str(tmp_path)!r})\n"
+        "try: xmem.use('jittor', device='cpu')\n"
+        "except xmem.BackendUnavailableError as e: print(e)\n"
+        "assert 'log_silent' not in os.environ\n"
+    )
+    assert "Start the program once more" in ran.stdout
