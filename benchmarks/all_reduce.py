@@ -177,8 +177,8 @@ def many_lines(found):
     head = f"{SMALL:,} float32 tensors of {ELEMENTS} elements, {bytes_in_all}."
     why = (
         "xmem's call compares what the ranks ask for before each call, the framework's does not."
-        " Ranks of one host meet in shared memory, where a call is cheap: what buckets save there"
-        " is least, and on Jittor with two ranks nothing."
+        " Ranks of one host meet in shared memory or over loopback, where a call costs least, and so"
+        " do buckets save least."
     )
     return [head, why, "", *table(columns, rows)]
 
