@@ -176,9 +176,9 @@ def many_lines(found):
     bytes_in_all = f"{SMALL * ELEMENTS * 4:,} bytes in all, buckets of {BUCKET:,} bytes"
     head = f"{SMALL:,} float32 tensors of {ELEMENTS} elements, {bytes_in_all}."
     why = (
-        "xmem's call compares what the ranks ask for before each call, the framework's does not."
-        " Ranks of one host meet in shared memory or over loopback, where a call costs least, and so"
-        " do buckets save least."
+        "xmem compares what the ranks ask for before each call; the framework's own does not."
+        " Ranks of one host meet in shared memory or over loopback, where a call costs least, so"
+        " that buckets save least there."
     )
     return [head, why, "", *table(columns, rows)]
 
