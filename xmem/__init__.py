@@ -36,6 +36,7 @@ from xmem.errors import (
     MeasurementError,
     NativeBuildError,
     NoActiveBackendError,
+    OffloadError,
     OutOfMemoryError,
     PlanError,
     RankLostError,
@@ -69,6 +70,8 @@ if TYPE_CHECKING:
     from xmem.batch_size import find_batch_size
     from xmem.leaks import watch_leaks
     from xmem.monitor import Monitor
+    from xmem.offload.activations import offload_activations
+    from xmem.offload.streaming import offload_optimizer, offload_parameters
     from xmem.out_of_memory import oom_guard
     from xmem.pool_control import pool
 
@@ -80,6 +83,9 @@ _LATER = {
     "Monitor": "xmem.monitor",
     "distributed": "",
     "find_batch_size": "xmem.batch_size",
+    "offload_activations": "xmem.offload.activations",
+    "offload_optimizer": "xmem.offload.streaming",
+    "offload_parameters": "xmem.offload.streaming",
     "oom_guard": "xmem.out_of_memory",
     "pool": "xmem.pool_control",
     "watch_leaks": "xmem.leaks",
@@ -104,6 +110,7 @@ __all__ = [
     "Monitor",
     "NativeBuildError",
     "NoActiveBackendError",
+    "OffloadError",
     "OutOfMemoryError",
     "PlanError",
     "RankLostError",
@@ -133,6 +140,9 @@ __all__ = [
     "measure",
     "no_grad",
     "observe",
+    "offload_activations",
+    "offload_optimizer",
+    "offload_parameters",
     "oom_guard",
     "optim",
     "optimizer_in_backward",

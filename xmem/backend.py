@@ -9,6 +9,7 @@ from xmem.errors import CapabilityError
 
 if TYPE_CHECKING:
     from xmem.distributing import Distributed
+    from xmem.offloading import Offload
     from xmem.playing import Plans
     from xmem.pooling import Pool
     from xmem.protocols import Checkpoint, Measure, Models, Precision, Training
@@ -81,7 +82,7 @@ class Backend:
     saved: Saved
     quantize: Quantize
     distributed: Distributed
-    offload: Any
+    offload: Offload
 
     def offers(self, capability: str) -> bool:
         """Say whether a capability is there."""

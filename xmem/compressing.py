@@ -145,7 +145,14 @@ class Compression:
         seed = (self._seed + self._count * _SPREAD) & 0xFFFFFFFF
         return Choice(bits, seed=seed, exact=True)
 
-    def packed(self, candidate: Candidate, packed_bytes: int, *, exact: bool = False) -> None:
+    def packed(
+        self,
+        candidate: Candidate,
+        packed_bytes: int,
+        *,
+        exact: bool = False,
+        away_bytes: int = 0,
+    ) -> None:
         """See `xmem.saving.Policy`."""
         self.raw_bytes += candidate.nbytes
         self.packed_bytes += packed_bytes

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+    from pathlib import Path
 
     from xmem.diagnosis import Diagnosis
     from xmem.leak_records import Leak
@@ -144,6 +145,20 @@ class ReportError(XmemError):
 
 class SchemaError(ReportError):
     """A result or report file has another shape, or another version, than this xmem reads."""
+
+
+class OffloadError(XmemError, OSError):
+    """What was to leave the device cannot be stored, or does not come back.
+
+    Attributes:
+        errno: the system's number of the error, or None.
+        directory: of the scratch file, or None.
+    """
+
+    def __init__(self, errno: int | None, message: str, *, directory: Path | None = None) -> None:
+        super().__init__(message)
+        self.errno = errno
+        self.directory = directory
 
 
 class NativeBuildError(XmemError):

@@ -19,6 +19,7 @@ import pluggy
 
 if TYPE_CHECKING:
     from xmem.distributing import Distributed
+    from xmem.offloading import Offload
     from xmem.playing import Plans
     from xmem.pooling import Pool
     from xmem.protocols import (
@@ -96,8 +97,8 @@ class BackendSpec:
         """Reduce, gather and shard across processes."""
 
     @hookspec(firstresult=True)
-    def xmem_offload(self, session: Session) -> Any:
-        """Move activations, states or parameters to host memory or disk."""
+    def xmem_offload(self, session: Session) -> Offload | None:
+        """Keep optimizer states and parameters away from the device."""
 
 
 class ObserverSpec:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from xmem_jittor.distributed import Distributed
     from xmem_jittor.measure import Measure
     from xmem_jittor.models import Models
+    from xmem_jittor.offload import Offload
     from xmem_jittor.plans import Plans
     from xmem_jittor.pool import Pool
     from xmem_jittor.precision import Precision
@@ -124,3 +125,11 @@ def xmem_distributed(session: Session) -> Distributed:
     from xmem_jittor.distributed import Distributed
 
     return Distributed(session.device)
+
+
+@hookimpl
+def xmem_offload(session: Session) -> Offload:
+    """Keep optimizer states and parameters away from the device."""
+    from xmem_jittor.offload import Offload
+
+    return Offload(session.device)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from xmem_torch.distributed import Distributed
     from xmem_torch.measure import Measure
     from xmem_torch.models import Models
+    from xmem_torch.offload import Offload
     from xmem_torch.plans import Plans
     from xmem_torch.pool import Pool
     from xmem_torch.precision import Precision
@@ -112,3 +113,11 @@ def xmem_distributed(session: Session) -> Distributed:
     from xmem_torch.distributed import Distributed
 
     return Distributed(session.device)
+
+
+@hookimpl
+def xmem_offload(session: Session) -> Offload:
+    """Keep optimizer states and parameters away from the device."""
+    from xmem_torch.offload import Offload
+
+    return Offload(session.device)

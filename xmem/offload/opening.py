@@ -1,0 +1,33 @@
+"""Open a depot for a technique, and say what going there does not save."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from xmem.api import active
+from xmem.errors import XmemWarning
+from xmem.offload.depot import Depot
+
+if TYPE_CHECKING:
+    from xmem.offload.depot import To
+
+
+def opened(to: To, directory: str | Path | None, technique: str) -> Depot:
+    """Return a new depot; warns where it does not take memory off the machine.
+
+    Raises:
+        UsageError: another `to`, or a directory for "host".
+        OffloadError: the directory is missing or cannot be written to.
+    """
+    depot = Depot(to, directory=directory)
+    if to == "host" and active().device == "cpu":
+        warnings.warn(
+            f"{technique}(to='host'): on a CPU the device's memory is the host's. The bytes leave"
+            " the framework's pool and count no more as allocated, and the process keeps them."
+            " To take them out of memory, use to='disk'.",
+            XmemWarning,
+            stacklevel=4,
+        )
+    return depot
