@@ -76,6 +76,19 @@ CAUGHT_BY = {
         "test_losses_are_the_same_and_gradients_close",
         "test_its_gradients_are_the_baselines",
     ],
+    "noop_offload": [
+        "test_losses_and_gradients_do_not_change_when_activations_leave",
+        "test_activations_that_leave_lower_the_peak",
+        "test_the_receipt_says_what_left_and_nothing_is_silent",
+        "test_a_disk_that_is_full_raises_within_the_step_and_training_goes_on",
+        "test_offload_lowers_the_peak",
+    ],
+    "other_step": ["test_an_optimizer_whose_states_are_away_steps_as_without"],
+    "resident_states": [
+        "test_an_optimizer_whose_states_are_away_steps_as_without",
+        "test_states_that_are_away_take_no_memory_of_the_device",
+    ],
+    "resident_parameters": ["test_a_model_whose_parameters_are_away_computes_the_same"],
     "noop_optimizers": [
         "test_states_take_the_bytes_that_are_said",
         "test_a_running_optimizer_goes_on_in_fewer_bytes",
@@ -146,6 +159,8 @@ def test_every_lie_is_expected_to_be_caught():
                 "twice_plan",
                 "noop_compression",
                 "stuck_compression",
+                "noop_offload",
+                "resident_states",
                 "noop_trim",
                 "silent_data_parallel",
             )

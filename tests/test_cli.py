@@ -124,10 +124,10 @@ def test_compare_writes_cases_and_three_reports_and_says_where(crashy, tmp_path)
     for name in ("report.json", "report.md", "report.html"):
         assert (tmp_path / name).exists()
         assert str(tmp_path / name) in ran.stdout
-    assert len(list((tmp_path / "cases").glob("*.json"))) == 5
+    assert len(list((tmp_path / "cases").glob("*.json"))) == 6
     raw = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
     jsonschema.validate(raw, schema())
-    assert [r["status"] for r in raw["results"]] == ["ok", "ok", *["unsupported"] * 3]
+    assert [r["status"] for r in raw["results"]] == ["ok", "ok", *["unsupported"] * 4]
 
 
 def test_without_a_terminal_each_case_is_one_plain_line(crashy, tmp_path):
@@ -234,7 +234,7 @@ def test_older_results_are_replaced_unless_resumed(crashy, tmp_path):
     resumed = compare("-o", tmp_path, "--resume")
     assert "4 of 5 cases are taken from" in resumed.stdout
     second = read_json(tmp_path / "report.json", Report).results
-    assert [r.status for r in second] == ["ok", "ok", *["unsupported"] * 3]
+    assert [r.status for r in second] == ["ok", "ok", *["unsupported"] * 4]
     assert second[0] == first[0]
     again = compare("-o", tmp_path)
     assert f"5 results in {tmp_path / 'cases'} are replaced" in again.stdout

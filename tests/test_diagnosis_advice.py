@@ -34,6 +34,7 @@ def savings(**changes):
 
 def test_savings_are_those_of_the_bytes_that_were_there():
     assert savings() == {
+        "on_oom=offload": 900,
         "compress_activations": 675,  # 900 x 0.75
         "quantize_optimizer": 584,  # 800 x 0.73
         "checkpoint": 400,  # 200 + 200 + 400, less the largest inside
@@ -66,6 +67,7 @@ def test_the_largest_saving_comes_first_and_a_higher_limit_last():
 def test_enough_is_what_lets_the_request_through():
     enough = {a.technique: a.is_enough for a in advise(evidence(missing_bytes=400), 2760)}
     assert enough == {
+        "on_oom=offload": True,
         "compress_activations": True,
         "quantize_optimizer": True,
         "checkpoint": True,

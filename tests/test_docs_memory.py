@@ -49,14 +49,14 @@ def test_its_examples_run(backend, tmp_path):
 
 def test_both_pages_show_the_same_code():
     first, second = ([without_comments(b) for b in blocks(name)] for name in PAGES)
-    assert len(first) == 7
+    assert len(first) == 8
     assert first == second
 
 
 @pytest.mark.parametrize(
     ("backend", "expression"),
     [
-        ("torch", "xmem_torch.cpu_pool.SETTINGS"),
+        ("torch", "xmem_torch.cpu_settings.SETTINGS"),
         ("torch", "xmem_torch.cuda_settings.SETTINGS"),
         ("jittor", "xmem_jittor.pool_settings.available('cpu')"),
     ],

@@ -1,13 +1,17 @@
 """`xmem.pool` without a framework: what is checked before a backend is asked."""
 
+import ctypes
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 import xmem
 from xmem import api, meter
-from xmem.errors import CapabilityError, MeasurementError, UsageError
+from xmem.errors import CapabilityError, MeasurementError, OffloadError, UsageError, XmemWarning
+from xmem.offload.adaptive import SETTINGS as PLACES
+from xmem.offload.adaptive import Adaptive, wanted_bytes
 from xmem.pooling import PoolStats, Setting
 from xmem.sizes import parse_size
 
@@ -146,3 +150,76 @@ def test_without_a_backend_it_says_what_to_call(monkeypatch):
     monkeypatch.setattr(api, "_active", None)
     with pytest.raises(xmem.NoActiveBackendError, match=r"xmem\.use"):
         xmem.pool.stats()
+
+
+def test_moving_without_a_limit_warns_and_with_one_does_not(fake, monkeypatch, recwarn):
+    monkeypatch.setattr(fake, "in_force", lambda: {"on_oom": "offload"})
+    with pytest.warns(XmemWarning, match="without a limit"):
+        xmem.pool.configure(on_oom="offload")
+    fake.state = replace(EMPTY, limit_bytes=5)
+    xmem.pool.configure(limit=5, on_oom="offload")
+    assert fake.told == [({}, "offload"), ({}, "offload"), 5]
+    assert not [w for w in recwarn if issubclass(w.category, XmemWarning)]
+
+
+def test_what_must_be_free_is_exact_and_a_margin_is_better():
+    assert wanted_bytes(100, 6400, 6450) == (50, 50 + 6450 // 64)
+    assert wanted_bytes(40, 6400, 6450) == (0, 6450 // 64)
+    assert wanted_bytes(640, 6400, None) == (640, 650)
+
+
+def test_where_tensors_go_is_checked_before_anything_changes(tmp_path):
+    adaptive = Adaptive()
+    for values, words in (
+        ({"offload_to": "host"}, "no effect"),
+        ({"offload_directory": str(tmp_path)}, "no effect"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            adaptive.prepare(values, on=False)
+    with pytest.raises(UsageError, match="it is 'host'"):
+        adaptive.prepare({"offload_to": "host", "offload_directory": str(tmp_path)}, on=True)
+    with pytest.raises(OffloadError):
+        adaptive.prepare({"offload_directory": str(tmp_path / "missing")}, on=True)
+    assert adaptive.away is None
+    assert adaptive.settings == {"offload_to": "disk", "offload_directory": None}
+
+
+def test_what_was_moved_is_counted_over_all_depots_and_settings_can_be_put_back(tmp_path):
+    adaptive = Adaptive()
+    piece = ctypes.create_string_buffer(5000)
+    before = adaptive.settings
+
+    def put(values, count):
+        adaptive.put_in_force(**adaptive.prepare(values, on=True))
+        for number in range(count):
+            adaptive.away.depot.put(number, ctypes.addressof(piece), 5000)
+
+    put({"offload_directory": str(tmp_path)}, 2)
+    first = adaptive.away
+    put({}, 1)
+    assert adaptive.away is first
+    put({"offload_to": "host"}, 3)
+    assert adaptive.away is not first
+    assert adaptive.settings == {"offload_to": "host", "offload_directory": None}
+    assert adaptive.moved_bytes == 6 * 5000
+    adaptive.put_in_force(**adaptive.prepare(before, on=False))
+    assert adaptive.away is None
+    assert adaptive.moved_bytes == 6 * 5000
+    assert adaptive.settings == before
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("offload_to", "tape"), ("offload_to", None), ("offload_directory", 5)]
+)
+def test_values_that_are_no_place_are_refused(name, value):
+    with pytest.raises(UsageError, match=name):
+        PLACES[name].parse(value)
+    assert PLACES["offload_directory"].parse(Path("x")) == "x"
+
+
+def test_moving_to_the_hosts_memory_is_warned_of_on_a_cpu(fake, monkeypatch):
+    fake.state = replace(EMPTY, limit_bytes=5)
+    fake.settings.update(PLACES)
+    monkeypatch.setattr(fake, "in_force", lambda: {"on_oom": "offload"})
+    with pytest.warns(XmemWarning, match="the process keeps it"):
+        xmem.pool.configure(on_oom="offload", offload_to="host")

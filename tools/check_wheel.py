@@ -18,6 +18,7 @@ MUST_CONTAIN = (
     "xmem/report/templates/table.html",
     "xmem/native/codec.cc",
     "xmem/native/codec.h",
+    "xmem/native/depot.cc",
     "xmem/native/exact.cc",
     "xmem/native/optimizers.cc",
     "xmem/native/planner.cc",
@@ -27,8 +28,10 @@ MUST_CONTAIN = (
     "xmem/native/weights.cc",
     "xmem_torch/plugin.py",
     "xmem_torch/native/allocator.cpp",
+    "xmem_torch/native/away.cpp",
     "xmem_jittor/plugin.py",
     "xmem_jittor/native/allocator.cc",
+    "xmem_jittor/native/away.cc",
     "xmem_jittor/native/codec.cuh",
     "xmem_jittor/native/donating.cc",
     "xmem_jittor/native/emptying.cc",
@@ -36,6 +39,7 @@ MUST_CONTAIN = (
     "xmem_jittor/native/mpi.cc",
     "xmem_jittor/native/mpi_together.h",
     "xmem_jittor/native/saving.cc",
+    "xmem_jittor/native/streaming.cc",
 )
 
 

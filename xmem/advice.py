@@ -68,7 +68,16 @@ def advise(evidence: Evidence, limit_bytes: int | None) -> tuple[Advice, ...]:
     """Return what to try: the largest expected saving first, a higher limit last."""
     found = [
         advice
-        for rule in (_recompute, _compress, _half, _batch, _states, _gradients, _fragments)
+        for rule in (
+            _recompute,
+            _compress,
+            _offload,
+            _half,
+            _batch,
+            _states,
+            _gradients,
+            _fragments,
+        )
         for advice in rule(evidence)
         if advice.technique not in evidence.in_force
     ]
@@ -123,6 +132,17 @@ def _compress(evidence: Evidence) -> Iterator[Advice]:
         "with xmem.compress_activations(bits=8): loss = ...",
         f"packs {format_size(evidence.large_activation_bytes)} of activations into 8 bits",
         evidence.large_activation_bytes * COMPRESSED_SHARE,
+    )
+
+
+def _offload(evidence: Evidence) -> Iterator[Advice]:
+    yield from _saving(
+        evidence,
+        "on_oom=offload",
+        'xmem.pool.configure(on_oom="offload")',
+        f"lets {format_size(evidence.large_activation_bytes)} of activations leave for the disk"
+        " when memory runs out",
+        evidence.large_activation_bytes,
     )
 
 

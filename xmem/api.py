@@ -13,9 +13,12 @@ from xmem.errors import NoActiveBackendError, UsageError
 from xmem.records import Recompute
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from xmem.backend import Backend
     from xmem.layouts import KeyLayers
     from xmem.meter import Measurement
+    from xmem.offload.depot import To
     from xmem.planner.plan import Plan
     from xmem.plugins import BackendInfo
     from xmem.profiling import Profile
@@ -207,6 +210,8 @@ def profile(
     *,
     stages: str | Sequence[str] = "auto",
     compress: Sequence[int] = (),
+    offload: To | None = None,
+    directory: str | Path | None = None,
     repeats: int = 3,
     name: str = "",
 ) -> Profile:
@@ -224,6 +229,10 @@ def profile(
             (those called one after another), "auto" (traced where that works), or their paths.
         compress: numbers of bits (8, 4, 2) that plans may pack what a stage keeps into; gradients
             are off by the rounding then, see `xmem.compress_activations`.
+        offload: "disk" or "host": plans may move what a stage keeps there until its backward. The
+            seconds it takes are those of this disk, now.
+        directory: of the scratch file for "disk"; None: $XMEM_OFFLOAD_DIR, or the system's for
+            temporary files.
         repeats: how many steps are timed: of each operation the least counts, and of stages of the
             same bytes the median.
         name: for people; the model's class otherwise.
@@ -236,6 +245,7 @@ def profile(
         UsageError: no stages are found, or they are not called in the step, once.
         CompositionError: the model is checkpointed or planned already.
         MeasurementError: a block of `xmem.measure` is open.
+        OffloadError: the directory is missing or cannot be written to, or the disk is full.
     """
     from xmem.profiling import profile as run
 
@@ -246,6 +256,8 @@ def profile(
         loss_fn,
         stages=stages,
         compress=compress,
+        offload=offload,
+        directory=directory,
         repeats=repeats,
         name=name,
     )

@@ -10,21 +10,19 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-import warnings
-from collections.abc import Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from xmem.codec import DTYPES, Bits, check_bits
-from xmem.errors import UsageError, XmemWarning, unknown
-from xmem.layouts import modules_of
+from xmem.errors import UsageError
 from xmem.receipts import Receipt, issue
 from xmem.saving import Candidate, Choice
+from xmem.saving_together import in_force
+from xmem.selection import Selection
 from xmem.sizes import format_size, parse_size
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from xmem.backend import Backend
 
 MIN_BYTES = 64 << 10
@@ -79,8 +77,7 @@ class Compression:
                     check_bits(value)
         else:
             check_bits(bits)
-        if isinstance(skip, (str, type)) or not isinstance(skip, (Sequence, Set)):
-            raise UsageError(f"skip is {_shown(skip)}: give a sequence, e.g. ('head',)")
+        selection = Selection(backend, skip, model)
         try:
             seed = operator.index(seed)
         except TypeError as error:
@@ -88,14 +85,10 @@ class Compression:
         self._backend = backend
         self._bits = bits
         self._min_bytes = parse_size(min_bytes)
-        self._skip = tuple(skip)
-        self._model = model
-        self._inside = [self._modules_inside(item) for item in self._skip]
+        self._selection = selection
         self._seed = seed
         self._count = 0
-        self._block: AbstractContextManager[Any] | None = None
-        self._met: set[str] = set()
-        self._skipping: set[int] = set()
+        self._entered: ExitStack | None = None
         self.raw_bytes = 0
         self.packed_bytes = 0
         self.kept_bytes: dict[str, int] = {}
@@ -103,36 +96,39 @@ class Compression:
         self.sizes: dict[str, tuple[int, int]] = {}
 
     def __enter__(self) -> Compression:
-        if self._block is not None:
+        if self._entered is not None:
             raise UsageError("this block of xmem.compress_activations has been entered already")
-        block = self._backend.saved.saving(self, model=self._model)
-        self._check_names()
-        block.__enter__()
-        self._block = block
+        with ExitStack() as entered:
+            entered.enter_context(self.silent())
+            self._entered = entered.pop_all()
         return self
 
     def __exit__(self, *error: Any) -> bool | None:
-        block, self._block = self._block, None
-        assert block is not None
-        suppressed = block.__exit__(*error)
+        entered, self._entered = self._entered, None
+        assert entered is not None
+        suppressed = entered.__exit__(*error)
         if error[0] is None:
             issue(self.receipt)
-            if self._met:
-                self._warn_of_names()
+            bits = self._bits if isinstance(self._bits, Mapping) else {}
+            named = [path for path, number in bits.items() if number != 32]
+            self._selection.warn_of_missed("compress_activations", named)
         return bool(suppressed)
 
     @contextmanager
     def silent(self) -> Iterator[None]:
         """Compress inside the block, and tell nobody."""
-        block = self._backend.saved.saving(self, model=self._model)
-        self._check_names()
-        with block:
-            yield
+        bits = self._bits if isinstance(self._bits, Mapping) else ()
+        model = self._selection.model
+        with in_force(self) as policy:
+            block = self._backend.saved.saving(policy, model=model)
+            self._selection.check_names(("bits", path) for path in bits)
+            with block:
+                yield
 
     def choose(self, candidate: Candidate) -> Choice:
         """See `xmem.saving.Policy`."""
         bits = self._bits_of(candidate.layer)
-        skipped = self._is_skipped(candidate)
+        skipped = self._selection.skips(candidate)
         if candidate.nbytes < self._min_bytes:
             return Choice(None, reason=f"below {format_size(self._min_bytes)}")
         if skipped:
@@ -165,7 +161,7 @@ class Compression:
 
     def kept(self, candidate: Candidate, reason: str) -> None:
         """See `xmem.saving.Policy`."""
-        self._is_skipped(candidate)
+        self._selection.skips(candidate)
         self.kept_bytes[reason] = self.kept_bytes.get(reason, 0) + candidate.nbytes
 
     @property
@@ -188,73 +184,8 @@ class Compression:
             note=note,
         )
 
-    def _names(self) -> Iterator[tuple[str, Any]]:
-        """Yield the paths that were given, with the argument that they were given in."""
-        if isinstance(self._bits, Mapping):
-            yield from (("bits", path) for path in self._bits)
-        yield from (("skip", item) for item in self._skip if isinstance(item, str))
-
-    def _check_names(self) -> None:
-        """Refuse paths that lead nowhere in the model, where it is known."""
-        named, capability = list(self._names()), self._backend.checkpoint
-        if not named or not capability.is_module(self._model):
-            return
-        paths = {"", *(path for path, _ in modules_of(capability, self._model))}
-        for argument, path in named:
-            if path not in paths:
-                raise UsageError(unknown(f"layer in {argument}", path, paths - {""}))
-
-    def _warn_of_names(self) -> None:
-        """Warn of layers that were named, and of which nothing is saved for backward."""
-        bits = self._bits if isinstance(self._bits, Mapping) else {}
-        missed: list[Any] = [p for p, n in bits.items() if n != 32 and p not in self._met]
-        missed += [s for n, s in enumerate(self._skip) if n not in self._skipping]
-        if missed:
-            valid = unknown("layer", missed[0], self._met).partition("Valid: ")[2]
-            warnings.warn(
-                f"compress_activations: of {', '.join(map(_shown, missed))} nothing was saved for"
-                " backward, so to name it in bits or skip changes nothing. What several layers save"
-                " is the first one's, and bits are a layer's own, not of those inside. Layers that"
-                f" something was saved of: {valid}",
-                XmemWarning,
-                stacklevel=3,
-            )
-
     def _bits_of(self, layer: str) -> int | None:
         if not isinstance(self._bits, Mapping):
             return self._bits
         bits = self._bits.get(layer, 32)
         return None if bits == 32 else bits
-
-    def _is_skipped(self, candidate: Candidate) -> bool:
-        """Say whether a tensor is in `skip`, and note by which of its items, and its layer."""
-        self._met.add(candidate.layer)
-        found = [n for n, item in enumerate(self._skip) if self._holds(n, item, candidate)]
-        self._skipping.update(found)
-        return bool(found)
-
-    def _holds(self, number: int, item: Any, candidate: Candidate) -> bool:
-        """Say whether an item of `skip` is or holds what a candidate belongs to."""
-        if item is candidate.tensor or id(candidate.module) in self._inside[number]:
-            return True
-        if isinstance(item, type):
-            return isinstance(candidate.module, item)
-        path = candidate.layer
-        return isinstance(item, str) and (path == item or path.startswith(f"{item}."))
-
-    def _modules_inside(self, item: Any) -> set[int]:
-        """Return the ids of a module and of all inside it; of those of a class in the model."""
-        capability = self._backend.checkpoint
-        roots = [item] if capability.is_module(item) else []
-        if isinstance(item, type) and capability.is_module(self._model):
-            everything = (m for _, m in modules_of(capability, self._model))
-            roots = [m for m in everything if isinstance(m, item)]
-        return {
-            id(m) for root in roots for m in (root, *(m for _, m in modules_of(capability, root)))
-        }
-
-
-def _shown(item: Any) -> str:
-    if isinstance(item, type):
-        return item.__name__
-    return repr(item) if isinstance(item, (str, int)) else f"a {type(item).__name__}"

@@ -236,6 +236,9 @@ def _in_force(backend: Backend, model: Any, optimizers: Sequence[Any]) -> frozen
     for technique, capability in _NEEDED.items():
         if not backend.offers(capability):
             missing.add(technique)
+    pool = backend.pool.in_force()
+    if pool.get("on_oom") == "offload" or "offload_to" not in pool:
+        found.add("on_oom=offload")
     if accumulating.current() is not None:
         found.add("accumulate")
     return frozenset(found | missing)

@@ -22,7 +22,7 @@ from xmem import accumulating, scaling
 from xmem.api import active
 from xmem.containers import optimizers_in
 from xmem.diagnosis_text import markdown, text
-from xmem.errors import OutOfMemoryError, UsageError, XmemError, XmemWarning
+from xmem.errors import OffloadError, OutOfMemoryError, UsageError, XmemError, XmemWarning
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -130,6 +130,7 @@ class OomGuard(AbstractContextManager["OomGuard"]):
                     raise error
                 return
             raised, backward = self._explained(error, owners)
+            cause = next((e for e in _chain(error) if isinstance(e, OffloadError)), None)
             del error, trace, owners
             # Warnings may be errors, and the error that is under way is worth more.
             with suppress(XmemWarning):
@@ -140,11 +141,11 @@ class OomGuard(AbstractContextManager["OomGuard"]):
             scaling.forget(optimizer)
             self._backend.training.zero_grad(optimizer)
         try:
-            raise raised
+            raise raised from cause
         finally:
             # Set by the interpreter; the framework's error has been told in the diagnosis.
             raised.__context__ = None
-            del raised
+            del raised, cause
 
     def _is_ours(self, error: BaseException) -> bool:
         if isinstance(error, OutOfMemoryError) and error.diagnosis is not None:

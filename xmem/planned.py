@@ -9,16 +9,18 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from xmem import api
 from xmem.checkpointing import is_recomputed
 from xmem.errors import CapabilityError, CompositionError, UsageError, XmemWarning
 from xmem.layouts import modules_of
+from xmem.offload.stages import Depots
 from xmem.planner.chain import LOSS_STAGE
 from xmem.planner.plan import Plan
 from xmem.planner.schedule import Op
-from xmem.playing import PACKED, PlanRun, Script, is_playing_again, script
+from xmem.playing import AWAY, PACKED, PlanRun, Script, is_playing_again, script
 from xmem.receipts import Receipt, issue
 from xmem.records import Recompute
 from xmem.staging import Stages, named_stages
@@ -136,7 +138,9 @@ class PlannedForward:
         return self.conductor.call(self.places, self.forward, args, kwargs)
 
 
-def apply_plan(plan: Plan, model: Any, *, preserve_rng: bool = True) -> Receipt:
+def apply_plan(
+    plan: Plan, model: Any, *, preserve_rng: bool = True, directory: str | Path | None = None
+) -> Receipt:
     """Let a model run as a plan says; see `xmem.planner.Plan.apply`."""
     backend = api.active()
     if not backend.checkpoint.is_module(model):
@@ -145,7 +149,12 @@ def apply_plan(plan: Plan, model: Any, *, preserve_rng: bool = True) -> Receipt:
     names = [n for n in plan.stage_names if n != LOSS_STAGE]
     stages = named_stages(backend, model, names, traced=plan.traced)
     conductor = conduct(
-        backend, stages, plan.ops, options=plan.option_names, preserve_rng=preserve_rng
+        backend,
+        stages,
+        plan.ops,
+        options=plan.option_names,
+        preserve_rng=preserve_rng,
+        depots=Depots(directory),
     )
     undo = install(backend, stages, conductor)
     try:
@@ -191,14 +200,18 @@ def conduct(
     options: Sequence[Sequence[str]] | None = None,
     preserve_rng: bool = True,
     traced: bool = False,
+    depots: Depots | None = None,
 ) -> Conductor:
     """Return what plays a schedule on stages; `options` names each stage's."""
-    played = script(ops, len(stages.names), options)
-    if any(played.bits) and PACKED in backend.plans.gaps:
-        raise CapabilityError(
-            f"the plan packs what stages keep, which {backend.name!r} does not offer:"
-            f" {backend.plans.gaps[PACKED]}"
-        )
+    played = script(ops, len(stages.names), options, depots=depots)
+    for gap, does, asked in (
+        (PACKED, "packs what stages keep", any(c.bits for c in played.choices)),
+        (AWAY, "moves what stages keep off the device", any(c.away for c in played.choices)),
+    ):
+        if asked and gap in backend.plans.gaps:
+            raise CapabilityError(
+                f"the plan {does}, which {backend.name!r} does not offer: {backend.plans.gaps[gap]}"
+            )
     how = Recompute(preserve_rng=preserve_rng)
     return Conductor(backend.name, stages.names, played, how, traced)
 

@@ -19,11 +19,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
-from xmem.codec import BITS
-from xmem.errors import CapabilityError, InvalidScheduleError
+from xmem.errors import InvalidScheduleError
+from xmem.offload.stages import Depots
 from xmem.planner.schedule import Op
 from xmem.predicting import Prediction
 from xmem.records import Mark, Recompute, Step
+from xmem.saving import Choice
+from xmem.stage_options import AS_IS, choice_of
 
 REMADE = "inputs made again"
 """The gap of backends where an input that is computed again may differ in its last bits. A stage
@@ -31,6 +33,9 @@ that is kept without its input (docs/planner.md) would be differentiated with su
 
 PACKED = "packed stages"
 """The gap of backends that cannot pack what a stage keeps."""
+
+AWAY = "stages away"
+"""The gap of backends that cannot move what a stage keeps off the device."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,8 @@ class Script:
         backward: for each stage the number of its B.
         loss: the number of L.
         there: for each stage the j of all a_j that are held whenever it is run or differentiated.
-        bits: for each operation the bits that what it keeps is packed in; None: as it is.
+        choices: for each operation what becomes of what it keeps: it is packed, or leaves the
+            device, or stays as it is.
     """
 
     ops: tuple[Op, ...]
@@ -53,7 +59,7 @@ class Script:
     backward: tuple[int, ...]
     loss: int
     there: tuple[frozenset[int], ...]
-    bits: tuple[int | None, ...]
+    choices: tuple[Choice, ...]
 
     def __len__(self) -> int:
         return len(self.sweep)
@@ -70,19 +76,18 @@ class Script:
         dropped = {("Ds", i), ("Da", i), ("Ds", i - 1)}
         return (
             self.ops[first].code == "G"
-            and self.bits[first] is None
+            and self.choices[first] == AS_IS
             and not again
             and not any((op.code, op.index) in dropped for op in between)
         )
 
 
-def packed_option(bits: int) -> str:
-    """Return the name of the option that packs what a stage keeps into a number of bits."""
-    return f"{bits} bits"
-
-
 def script(
-    ops: Sequence[Op], stages: int, options: Sequence[Sequence[str]] | None = None
+    ops: Sequence[Op],
+    stages: int,
+    options: Sequence[Sequence[str]] | None = None,
+    *,
+    depots: Depots | None = None,
 ) -> Script:
     """Cut a schedule.
 
@@ -92,11 +97,13 @@ def script(
             chain, the loss included: they run by themselves, once, and their operations are left
             out.
         options: for each stage the names of its options; None or empty: each keeps all.
+        depots: where goes what leaves the device; None: they are opened for this script.
 
     Raises:
         InvalidScheduleError: stages are not swept in order before the loss, a stage is
             differentiated twice, or what follows the chain would be run again.
         CapabilityError: an option is asked for that cannot be executed.
+        OffloadError: there is no place for what leaves the device.
     """
     kept = tuple(op for op in ops if op.code == "L" or op.index < stages + (op.code == "Da"))
     _check_rest(ops, stages)
@@ -129,24 +136,9 @@ def script(
             f" {stages - 1 - at}"
         )
     parts = tuple(map(tuple, sweep)), tuple(map(tuple, back)), tuple(backward)
-    bits = tuple(_bits(op, options) for op in kept)
-    return Script(kept, *parts, loss, _there(kept, stages), bits)
-
-
-def _bits(op: Op, options: Sequence[Sequence[str]] | None) -> int | None:
-    """Return the bits that an operation packs what it keeps into."""
-    if op.code != "G" or op.option == 0:
-        return None
-    named = options[op.index] if options else ()
-    name = named[op.option] if op.option < len(named) else f"option {op.option}"
-    for bits in BITS:
-        if name == packed_option(bits):
-            return bits
-    valid = ", ".join(map(packed_option, BITS))
-    raise CapabilityError(
-        f"{op} keeps stage {op.index} by option {op.option}, {name!r}; what can be executed is"
-        f" option 0, keep all, and {valid}"
-    )
+    places = Depots() if depots is None else depots
+    choices = tuple(choice_of(op, options, places) for op in kept)
+    return Script(kept, *parts, loss, _there(kept, stages), choices)
 
 
 def _there(ops: Sequence[Op], stages: int) -> tuple[frozenset[int], ...]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xmem.errors import CapabilityError, UsageError, unknown
+from xmem.errors import CapabilityError, UsageError, XmemWarning, unknown
 from xmem.pooling import ON_OOM, OnOom, PoolStats, Setting
 from xmem.sizes import parse_size
 
@@ -74,7 +75,10 @@ class PoolControl:
             limit: the bytes that live tensors may take at most, an int or text such as "8GiB";
                 None takes the limit away. On CUDA with PyTorch it bounds what the pool reserves.
             on_oom: what becomes of a request that cannot be met: "raise"; "trim_and_retry": give
-                the cache back, collect garbage, try once more; "spill": managed memory (CUDA).
+                the cache back, collect garbage, try once more; "spill": managed memory (CUDA);
+                "offload": what forward passes leave for backward stays on the device until a
+                request would pass the limit, and then leaves, what backward needs last first,
+                until the request fits (`offload_to`, `offload_directory`). Results do not change.
             settings: the pool's own, which differ by framework and device; `docs/memory.md` lists
                 them, and `xmem.pool.settings` shows those in force.
 
@@ -84,6 +88,8 @@ class PoolControl:
         Raises:
             UsageError: an unknown name or value, one that comes too late, or nothing to change.
             CapabilityError: the framework or the device does not have it, with the reason.
+            OffloadError: `offload_directory` is missing or cannot be written to.
+            CompositionError: "offload" begins or ends where that cannot work, with the reason.
         """
         if limit is _UNCHANGED and on_oom is None and not settings:
             raise UsageError(
@@ -101,7 +107,10 @@ class PoolControl:
             pool.configure(values, on_oom)
         if new_limit is not _UNCHANGED:
             pool.set_limit(new_limit)
-        return pool.in_force()
+        in_force = pool.in_force()
+        if in_force["on_oom"] == "offload":
+            _warn_of_moving(pool, to_host=values.get("offload_to") == "host")
+        return in_force
 
     def trim(self) -> int:
         """Give back to the system what no tensor holds.
@@ -210,6 +219,23 @@ def _setting(pool: Pool, name: str) -> Setting:
             f" limit, on_oom{''.join(f', {known}' for known in sorted(pool.settings))}."
         )
     raise UsageError(unknown("pool setting", name, ("limit", "on_oom", *pool.settings)))
+
+
+def _warn_of_moving(pool: Pool, *, to_host: bool) -> None:
+    found = []
+    if pool.stats().limit_bytes is None:
+        found.append(
+            'on_oom="offload" without a limit moves nothing before the system itself has no more'
+            " memory. Give one: xmem.pool.configure(limit=...)"
+        )
+    if to_host:
+        found.append(
+            "offload_to='host': on a CPU the device's memory is the host's. What is moved leaves"
+            " the framework's pool and counts no more as allocated, and the process keeps it. To"
+            " take it out of memory, use offload_to='disk'."
+        )
+    for message in found:
+        warnings.warn(message, XmemWarning, stacklevel=3)
 
 
 pool = PoolControl()

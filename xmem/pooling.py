@@ -10,11 +10,11 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from xmem.errors import OutOfMemoryError
 from xmem.records import Category
 
-OnOom = Literal["raise", "trim_and_retry", "spill"]
-ON_OOM: tuple[OnOom, ...] = ("raise", "trim_and_retry", "spill")
+OnOom = Literal["raise", "trim_and_retry", "spill", "offload"]
+ON_OOM: tuple[OnOom, ...] = ("raise", "trim_and_retry", "spill", "offload")
 """What becomes of a request that cannot be met: an error; the cache is given back, garbage is
 collected and the request is tried once more; it is put into memory that the driver moves between
-device and host (managed memory)."""
+device and host (managed memory); what backward needs last leaves the device until it fits."""
 
 PhaseName = Literal["forward", "backward", "optimizer", "outside"]
 
@@ -36,6 +36,8 @@ class PoolStats:
         out_of_memory_count: requests refused since `xmem.use`.
         limit_bytes: allocations beyond it are refused, or None.
         retry_count: requests that had to be tried again after the cache was given back.
+        offloaded_bytes: what `on_oom="offload"` has moved away since `xmem.use`; what has left
+            more than once counts once. None where the pool cannot move anything.
     """
 
     allocated_bytes: int
@@ -50,6 +52,7 @@ class PoolStats:
     out_of_memory_count: int | None
     limit_bytes: int | None
     retry_count: int | None = None
+    offloaded_bytes: int | None = None
 
     @property
     def fragmentation(self) -> float | None:

@@ -11,20 +11,25 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xmem.codec import check_bits
 from xmem.errors import UsageError
+from xmem.offload.opening import warn_of_host
+from xmem.offload.stages import Depots
 from xmem.planned import refuse_recomputed
 from xmem.planner.chain import LOSS_STAGE, OPTION_NAMES, Chain, Option, Skip, Stage
 from xmem.planner.schedule import Op
-from xmem.playing import REMADE, packed_option
+from xmem.playing import REMADE
 from xmem.records import HEAD, REST, TAIL, Mark
+from xmem.stage_options import offload_option, packed_option
 from xmem.staging import Stages, find_stages, forget_number, named_stages
 from xmem.steps import LossFunction, Played, Source, check_step, every, play
 
 if TYPE_CHECKING:
     from xmem.backend import Backend
+    from xmem.offload.depot import To
 
 
 @dataclass(frozen=True)
@@ -59,12 +64,15 @@ def profile(
     *,
     stages: str | Sequence[str] = "auto",
     compress: Sequence[int] = (),
+    offload: To | None = None,
+    directory: str | Path | None = None,
     repeats: int = 3,
     name: str = "",
 ) -> Profile:
     """Measure a model as a chain; see `xmem.profile`."""
     for bits in compress:
         check_bits(bits)
+    depots = _depots(offload, directory)
     check_step(backend, model, loss_fn, "xmem.profile")
     refuse_recomputed(backend, model)
     if not isinstance(repeats, int) or repeats < 1:
@@ -74,28 +82,41 @@ def profile(
     finally:
         for tensor in backend.plans.tensors(batch):
             forget_number(tensor)
-    source = Source(model, batch, loss_fn, found)
+    source = Source(model, batch, loss_fn, found, depots=depots)
     # Warms up, too: kernels are compiled, it is known which buffers are written.
     sizes = play(backend, source, every(len(found.names))).value_bytes
     if isinstance(stages, str) and len(sizes) > 2 and sizes[-1] > sizes[-2]:
         # A stage holds its output to its backward, which the loss need not: logits, mostly.
-        source = Source(model, batch, loss_fn, found.without_last())
+        source = Source(model, batch, loss_fn, found.without_last(), depots=depots)
         play(backend, source, every(len(source.stages.names)))
     played, untraced = [], []
     for _ in range(repeats):
         played.append(play(backend, source, every(len(source.stages.names))))
         ops = every(len(source.stages.names))
         untraced.append(play(backend, source, ops, traced=False).step.seconds)
-    packed = {bits: _packed(backend, source, bits, repeats) for bits in dict.fromkeys(compress)}
+    names = [packed_option(bits) for bits in dict.fromkeys(compress)]
+    names += [] if offload is None else [offload_option(offload)]
+    others = {option: _kept_by(backend, source, option, repeats) for option in names}
     batch_bytes = backend.plans.bytes_of(backend.plans.tensors(batch))
     kind = name or type(model).__name__
-    return _profile(backend, source, played, packed, min(untraced), batch_bytes, kind)
+    return _profile(backend, source, played, others, min(untraced), batch_bytes, kind)
 
 
-def _packed(backend: Backend, source: Source, bits: int, repeats: int) -> list[Played]:
-    """Return steps in which what every stage keeps is packed."""
+def _depots(offload: To | None, directory: str | Path | None) -> Depots:
+    """Return where stages offload to; it is known then that something can be stored there."""
+    depots = Depots(directory)
+    if offload is not None:
+        depots.away(offload)
+        warn_of_host(offload, "xmem.profile")
+    elif directory is not None:
+        raise UsageError(f"directory={str(directory)!r} is for offload='disk'; offload is None")
+    return depots
+
+
+def _kept_by(backend: Backend, source: Source, option: str, repeats: int) -> list[Played]:
+    """Return steps in which every stage is kept by an option."""
     count = len(source.stages.names)
-    options = [(OPTION_NAMES[0], packed_option(bits))] * count
+    options = [(OPTION_NAMES[0], option)] * count
     runs = [play(backend, source, every(count, 1), options=options) for _ in range(repeats + 1)]
     return runs[1:]  # the first warms up
 
@@ -116,7 +137,7 @@ def _profile(
     backend: Backend,
     source: Source,
     played: Sequence[Played],
-    packed: Mapping[int, Sequence[Played]],
+    kept_by: Mapping[str, Sequence[Played]],
     step_seconds: float,
     batch_bytes: int,
     name: str,
@@ -130,7 +151,7 @@ def _profile(
     first = played[0]
     ops = every(len(source.stages.names))
     marks, times = _of(played)
-    others = {bits: _of(runs) for bits, runs in packed.items()}
+    others = {option: _of(runs) for option, runs in kept_by.items()}
     by_stage: dict[int, dict[str, int]] = {}
     for number, op in enumerate(ops):
         if op.code in ("N", "G", "B"):
@@ -145,11 +166,11 @@ def _profile(
             first.value_bytes[i + 1],
             [
                 _option(
-                    packed_option(bits),
+                    option,
                     {code: found[numbers[by_stage[i][code]]] for code in "GB"},
                     {code: spent[numbers[by_stage[i][code]]] for code in "GB"},
                 )
-                for bits, (found, spent) in others.items()
+                for option, (found, spent) in others.items()
             ],
             differentiated=first.differentiated[i],
         )
@@ -199,7 +220,7 @@ def _stage(
     marks: Mapping[str, Mark],
     seconds: Mapping[str, float],
     made_bytes: int,
-    packed: Sequence[Option],
+    others: Sequence[Option],
     *,
     differentiated: bool,
 ) -> Stage:
@@ -209,7 +230,7 @@ def _stage(
         option = Option(OPTION_NAMES[0], seconds["N"], 0.0, made_bytes, temporary, 0)
         return Stage(name, seconds["N"], temporary, (option,))
     whole = _option(OPTION_NAMES[0], marks, seconds)
-    less = [o for o in packed if o.kept_bytes < whole.kept_bytes]
+    less = [o for o in others if o.kept_bytes < whole.kept_bytes]
     return Stage(name, seconds["N"], temporary, (whole, *less))
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from xmem import meter
 from xmem.errors import UsageError
+from xmem.offload.stages import Depots
 from xmem.planned import conduct, install
 from xmem.planner.plan import Plan
 from xmem.planner.schedule import Op
@@ -30,6 +31,7 @@ class Source:
         loss_fn: returns the loss, a scalar.
         stages: of the model.
         plans: those that have been verified with it.
+        depots: where goes what stages offload in steps of it.
     """
 
     model: Any
@@ -37,6 +39,7 @@ class Source:
     loss_fn: LossFunction
     stages: Stages
     plans: list[Plan] = field(default_factory=list)
+    depots: Depots = field(default_factory=Depots)
 
 
 @dataclass(frozen=True)
@@ -120,7 +123,9 @@ def play(
     Raises:
         UsageError: the model's stages are not called.
     """
-    conductor = conduct(backend, source.stages, ops, options=options, traced=traced)
+    conductor = conduct(
+        backend, source.stages, ops, options=options, traced=traced, depots=source.depots
+    )
     undo = install(backend, source.stages, conductor)
     try:
         step = backend.plans.step(source.model, source.batch, source.loss_fn)

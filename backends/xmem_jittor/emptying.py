@@ -55,6 +55,14 @@ def empty_views(var: Any, ends: Sequence[Any], done: Any) -> Emptied:
             views.
         done: there when nothing reads the tensor before backward any more.
     """
+    views = views_before(var, ends)
+    for view in views:
+        done = calling(done, _EMPTY, {"empty": _address("empty")}, view)
+    return Emptied(views, done)
+
+
+def views_before(var: Any, ends: Sequence[Any]) -> list[Any]:
+    """Return a tensor and those that share its memory, without `ends` and what is made of them."""
     capacity = 64
     while True:
         found = (ctypes.c_longlong * capacity)()
@@ -62,12 +70,8 @@ def empty_views(var: Any, ends: Sequence[Any], done: Any) -> Emptied:
             var.var_ptr, *native.addresses(ends), found, capacity
         )
         if count <= capacity:
-            break
+            return [jt.wrap_var_addr(address) for address in found[:count]]
         capacity = count
-    views = [jt.wrap_var_addr(address) for address in found[:count]]
-    for view in views:
-        done = calling(done, _EMPTY, {"empty": _address("empty")}, view)
-    return Emptied(views, done)
 
 
 def refill(emptied: Emptied, source: Any) -> Any:

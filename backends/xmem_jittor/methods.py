@@ -15,7 +15,7 @@ from typing import Any
 import jittor as jt
 
 from xmem.errors import UsageError
-from xmem_jittor import gradients, shares
+from xmem_jittor import gradients, shares, streamed_steps
 from xmem_jittor.averaging import Averaging, averaging_of, known, register
 
 # While methods are replaced: Jittor's own, and how many there are who need that.
@@ -29,7 +29,8 @@ def hold(holder: Any) -> None:
     `backward` notes an optimizer's `n_step` whenever its first gradients come (the updates of a
     loop of Jittor's own are seen by nothing else, and for which optimizer a loss was scaled, only
     the call tells) and lets gradients be averaged by us; `clip_grad_norm` knows of shares;
-    `pre_step` refuses gradients that have not been averaged.
+    `pre_step` refuses gradients that have not been averaged, and to update parameters that are
+    away (`streamed_steps.py`).
     """
     global _holders
     if not _holders:
@@ -132,6 +133,7 @@ def clip_grad_norm_of(optimizer: Any, max_norm: float, norm_type: float = 2) -> 
 
 def pre_step_of(optimizer: Any, loss: Any, retain_graph: bool = False) -> None:
     """See `hold`."""
+    streamed_steps.refuse_step(optimizer)
     averaging = known(optimizer)
     if averaging is not None and averaging.apart and loss is not None:
         raise UsageError(

@@ -149,18 +149,18 @@ def refuse_other_readers(name: str, called: int, stages: int) -> NoReturn:
 def refuse_unpacked_twice(name: str) -> NoReturn:
     """Say that the gradients of what was packed come once."""
     raise CompositionError(
-        f"gradients were asked for twice through {name!r}, whose activations were compressed. They"
-        " are given back in the first backward; compute the loss again, or call jt.grad once for"
-        " all targets."
+        f"gradients were asked for twice through {name!r}, whose activations were packed or"
+        " offloaded. They are given back in the first backward; compute the loss again, or call"
+        " jt.grad once for all targets."
     )
 
 
 def refuse_unpacked_twice_differentiated() -> None:
     """Say that second derivatives are not to be had."""
     raise CompositionError(
-        "second derivatives were asked for through layers whose activations were compressed. They"
-        " are differentiated once; compute what you differentiate twice outside of the block of"
-        " xmem.compress_activations."
+        "second derivatives were asked for through layers whose activations were packed or"
+        " offloaded. They are differentiated once; compute what you differentiate twice outside"
+        " of the block of xmem.compress_activations or xmem.offload_activations."
     )
 
 

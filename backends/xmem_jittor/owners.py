@@ -88,7 +88,9 @@ def _each_once(model: Any) -> list[Any]:
 
 
 def _look(trail: Trail) -> None:
-    trail.look(*(["compress_activations"] if keeping.packs() is not None else []))
+    block = keeping.packs()
+    packs = block is not None and not block.everywhere
+    trail.look(*(["compress_activations"] if packs else []))
 
 
 def _differentiating(

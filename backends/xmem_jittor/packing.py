@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jittor as jt
 
 from xmem_jittor import native
-from xmem_jittor.emptying import Emptied, empty_views, refill
+from xmem_jittor.emptying import Emptied, empty_views, refill, views_before
 from xmem_jittor.graph import newest_node
 from xmem_jittor.keeping import Packed
+from xmem_jittor.late import Noted, Stays, note_views, take_back
 from xmem_jittor.ordering import after, anchor
 from xmem_jittor.regions import Feed
 from xmem_jittor.remaking import Remade
@@ -28,7 +29,7 @@ EXACT, GIVEN, REMAKE = 1, 2, 3
 """Kinds of what is cut, beside 0: compared in backward; held anyway; made of the others again."""
 
 Cut = Sequence[tuple[Any, int]]
-Keep = Callable[[Any, int, list[Any], list[Any]], Packed | Remade | None]
+Keep = Callable[[Any, int, list[Any], list[Any]], Packed | Remade | Stays | None]
 
 
 @dataclass(eq=False)
@@ -37,11 +38,11 @@ class Kept:
 
     Attributes:
         packed: what it comes back from.
-        emptied: the memory that it has lost.
+        emptied: the memory that it has lost, or may lose.
     """
 
-    packed: Packed | Remade
-    emptied: Emptied
+    packed: Packed | Remade | Stays
+    emptied: Emptied | Noted
 
     def unpacked(self, known: dict[int, Any]) -> Any:
         """Return the tensor as it comes back.
@@ -150,7 +151,11 @@ def pack(
             done = behind
             for data in kept.data:
                 done = after(done, data)
-            packed.append(Kept(kept, empty_views(var, ends, done)))
+            if isinstance(kept, Stays):
+                kept.noted = note_views(views_before(var, ends), done, kept.depot)
+                packed.append(Kept(kept, kept.noted))
+            else:
+                packed.append(Kept(kept, empty_views(var, ends, done)))
     return packed, inputs, sources
 
 
@@ -166,6 +171,9 @@ def give_back(packed: Sequence[Kept], known: dict[int, Any] | None = None) -> An
     for kept in reversed(packed):
         emptied = kept.emptied
         if done is not None:
-            emptied = Emptied(emptied.views, after(emptied.done, done))
-        done = refill(emptied, kept.unpacked(known))
+            emptied = replace(emptied, done=after(emptied.done, done))
+        if isinstance(emptied, Noted):
+            done = take_back(emptied)
+        else:
+            done = refill(emptied, kept.unpacked(known))
     return done

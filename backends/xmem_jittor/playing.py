@@ -10,8 +10,8 @@ schedule makes them, and what it drops goes with its last reader.
   parts of backward would be fused into the forward.
 * Where a stage is kept without its input, the tape stays and loses that input's memory
   (`emptying.py`).
-* Where what a stage keeps is packed, that loses its memory, too, and gets it back before backward
-  (`stage_packing.py`).
+* Where what a stage keeps is packed or offloaded, that loses its memory, too, and gets it back
+  before backward (`stage_packing.py`).
 * What a stage hands out is taped too, by an operation that raises when it is differentiated: its
   gradient comes through the next stage and through no other way.
 """
@@ -29,6 +29,7 @@ from xmem.containers import fill, take_apart
 from xmem.errors import CompositionError
 from xmem.playing import Script
 from xmem.records import TAIL, Mark, Recompute
+from xmem.stage_options import AS_IS
 from xmem_jittor import notices, shares
 from xmem_jittor.calls import Call
 from xmem_jittor.differentiate import differentiate
@@ -191,20 +192,21 @@ class PlanRun:
 
     def _forward(self, i: int, number: int, *, with_graph: bool = False) -> Kept:
         """Run a stage; what it returns has an output only where a graph is built."""
-        stage, bits = self._stages[i], self._script.bits[number]
+        stage, choice = self._stages[i], self._script.choices[number]
         first = newest_node()
         inputs = [self._view(entry) for entry in stage.inputs]
         newest = newest_node()
-        packable: AbstractContextManager[list[Any]] = keeping_little() if bits else nullcontext([])
+        packs = choice != AS_IS
+        packable: AbstractContextManager[list[Any]] = keeping_little() if packs else nullcontext([])
         with packable as own:
             output, reads = stage.run(inputs, self._names[i], with_graph=with_graph)
         self.forwards[i] += 1
         comparing = with_graph and compares([output], newest)
         value = output.detach().stop_grad()
         packed: list[Packed] = []
-        if bits:
+        if packs:
             with jt.flag_scope(**stage.call.flags):
-                packed = pack_stage(output, inputs, reads, first=first, bits=bits, own=own)
+                packed = pack_stage(output, inputs, reads, first=first, choice=choice, own=own)
             for kept in packed:  # what follows may not run before
                 value = after(value, kept.emptied.done).stop_fuse()
         if self._notes is not None:

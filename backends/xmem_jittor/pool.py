@@ -23,16 +23,23 @@ from xmem.errors import (
     OutOfMemoryError,
     XmemWarning,
 )
+from xmem.offload.adaptive import Adaptive
 from xmem.pooling import Block, Graph, OnOom, Owners, Point, PoolStats, Refusal, Segment, Setting
 from xmem.process import process_bytes
 from xmem.records import CATEGORIES
 from xmem_jittor import flags, living, native, owners, pool_settings, ran_out, recovery
+from xmem_jittor.late import late
 
+_adaptive = Adaptive()  # one, as there is one pool
 _REFUSAL_BLOCKS = 256
 _BLOCK_NUMBERS = 6
 _NO_SPILL = (
     "on_oom='spill' puts tensors into memory that a driver moves between GPU and host; on a CPU"
-    " there is no such memory. Use on_oom='trim_and_retry'."
+    " there is no such memory. Use on_oom='offload'."
+)
+_NO_OFFLOAD = (
+    "on_oom='offload' moves tensors inside the request that does not fit. On a GPU kernels that"
+    " were launched before still run then. Use xmem.offload_activations."
 )
 
 
@@ -43,7 +50,9 @@ class Pool:
         self._device = device
         self._library = native.allocator()
         self._library.xmem_jittor_know_holders(id(jt.Var))
-        self.gaps: Mapping[str, str] = {"spill": _NO_SPILL} if device == "cpu" else {}
+        self.gaps: Mapping[str, str] = (
+            {"spill": _NO_SPILL} if device == "cpu" else {"on_oom=offload": _NO_OFFLOAD}
+        )
 
     @property
     def settings(self) -> Mapping[str, Setting]:
@@ -57,7 +66,10 @@ class Pool:
 
     def in_force(self) -> dict[str, Any]:
         """Return the settings as they are."""
-        return {**pool_settings.in_force(self._device), "on_oom": ran_out.policy()}
+        found = pool_settings.in_force(self._device)
+        if self._device == "cpu":
+            found |= _adaptive.settings
+        return {**found, "on_oom": ran_out.policy()}
 
     def configure(self, values: Mapping[str, Any], on_oom: OnOom | None) -> None:
         """Put parsed values in force; what is in the pool already stays as it is."""
@@ -65,6 +77,15 @@ class Pool:
         pool_settings.check(values)
         if on_oom == "spill" and self._device == "cpu":
             raise CapabilityError(_NO_SPILL)
+        if on_oom == "offload" and self._device != "cpu":
+            raise CapabilityError(_NO_OFFLOAD)
+        moves = (on_oom or ran_out.policy()) == "offload"
+        prepared = _adaptive.prepare(values, on=moves)
+        if moves:
+            late().begin(_adaptive, prepared["away"].depot)
+        else:
+            late().end()
+        _adaptive.put_in_force(**prepared)
         pool_settings.put_in_force(values, self._device)
         if on_oom is not None:
             ran_out.set_policy(on_oom, device=self._device)
@@ -86,6 +107,7 @@ class Pool:
             out_of_memory_count=found[ran_out.REFUSED],
             limit_bytes=None if found[ran_out.LIMIT] < 0 else found[ran_out.LIMIT],
             retry_count=ran_out.retries(),
+            offloaded_bytes=_adaptive.moved_bytes if self._device == "cpu" else None,
         )
 
     def reset_peak(self) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import jittor as jt
 
 from xmem.errors import CapabilityError, UsageError
+from xmem.offload import adaptive
 from xmem.pooling import Setting
 from xmem.sizes import format_size, parse_size
 from xmem_jittor import flags, native
@@ -70,12 +71,15 @@ def available(device: str) -> dict[str, Setting]:
         for name, value in flags.WORKING.items()
         if flags.has(name)
     ]
+    if device == "cpu":
+        found += adaptive.SETTINGS.values()
     return {setting.name: setting for setting in found}
 
 
 def elsewhere(device: str) -> dict[str, str]:
     """Return settings that Jittor has on the other device only."""
-    return {} if device == "cpu" else {"huge_pages": "the CPU"}
+    names = ("huge_pages", *adaptive.SETTINGS)
+    return {} if device == "cpu" else dict.fromkeys(names, "the CPU")
 
 
 def in_force(device: str) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from xmem.errors import MeasurementError, OutOfMemoryError
 from xmem.pooling import OnOom
 from xmem.sizes import parse_size
 from xmem_jittor import flags, native
+from xmem_jittor.late import late
 from xmem_jittor.retrying import Retrying
 
 REFUSED, LIMIT = 10, 11
@@ -75,13 +76,15 @@ def clear() -> int:
     return int(native.allocator().xmem_jittor_trim())
 
 
-_retrying = Retrying(is_out_of_memory, clear)
+_retrying = Retrying(is_out_of_memory, clear, late().failure)
 
 
 def policy() -> OnOom:
     """Return the policy in force."""
     if flags.has("use_cuda_managed_allocator") and jt.flags.use_cuda_managed_allocator:
         return "spill"
+    if late().is_on:
+        return "offload"
     return "trim_and_retry" if _retrying.is_on else "raise"
 
 
@@ -92,7 +95,7 @@ def set_policy(on_oom: OnOom, *, device: str) -> None:
         jt.flags.use_cuda_managed_allocator = int(on_oom == "spill")
         native.allocator().xmem_jittor_set_limit(limit)  # of the pool over that memory
         settle()  # which counts for itself
-    if on_oom == "trim_and_retry":
+    if on_oom in ("trim_and_retry", "offload"):
         _retrying.start()
     else:
         _retrying.stop()

@@ -57,9 +57,9 @@ def _entered(block: Block) -> Iterator[Block]:
     global _entered_blocks
     if calls.running() or is_inside():
         raise CompositionError(
-            "xmem.compress_activations was entered inside a checkpointed or planned region, which"
-            " is computed again in backward and keeps nothing that could be compressed. Enter it"
-            " around the forward pass: the region's inputs are compressed then."
+            "xmem.compress_activations or offload_activations was entered inside a checkpointed or"
+            " planned region, which is computed again in backward and keeps nothing for it. Enter"
+            " it around the forward pass: the region's inputs are packed, or leave, then."
         )
     native.saving()  # compiled now, not inside the first step
     with _lock:
@@ -111,10 +111,13 @@ def _calling(original: Callable[..., Any]) -> Callable[..., Any]:
         forward = self.__dict__.get("execute")
         recomputed = is_recomputed(forward)
         if recomputed and not isinstance(forward, CheckpointedForward):
+            if block.everywhere:
+                return original(self, *args, **kwargs)
             raise CompositionError(
-                "a planned model was called inside xmem.compress_activations. A plan decides itself"
-                " what is kept; take it off the model (undo() of its receipt), or leave the block"
-                " out and plan for a smaller budget."
+                "a planned model was called inside xmem.compress_activations or"
+                " xmem.offload_activations. A plan decides itself what is kept; take it off the"
+                " model (undo() of its receipt), or leave the block out and plan for a smaller"
+                " budget."
             )
         before = newest_node()
         with block.runs(self, before) as entry:

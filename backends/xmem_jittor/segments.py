@@ -29,6 +29,7 @@ from xmem_jittor.calls import Call, flags_in_force
 from xmem_jittor.differentiate import differentiate
 from xmem_jittor.graph import let_go, maker_of, newest_node, refuse_second_derivatives, tape_of
 from xmem_jittor.keeping import Packed, origin_of, packs
+from xmem_jittor.late import Stays
 from xmem_jittor.remaking import Remade
 from xmem_jittor.trial import trying
 
@@ -310,11 +311,13 @@ def _pack(given: Sequence[Any], inputs: Sequence[_Input]) -> None:
     for var, entry in zip(given, inputs, strict=True):
         if entry.value is not None and entry.wanted:
             packed = block.keep(entry.value, origin_of(var), layer, module)
+            if isinstance(packed, Stays):
+                packed.note_alone()
             entry.value = entry.value if packed is None else packed
 
 
 def _whole(value: Any) -> Any:
-    return value.unpacked() if isinstance(value, (Packed, Remade)) else value
+    return value.unpacked() if isinstance(value, (Packed, Remade, Stays)) else value
 
 
 def _view(value: Any, of: _Input) -> Any:

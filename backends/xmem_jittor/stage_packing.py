@@ -1,4 +1,4 @@
-"""What a stage of a plan keeps for its backward, packed.
+"""What a stage of a plan keeps for its backward, packed or in a depot.
 
 Its inputs are the plan's business, its output is held as a value, and what else Python holds of it
 (running statistics, attributes) is not taken away either.
@@ -12,7 +12,9 @@ from typing import Any
 
 from xmem.codec import DTYPES
 from xmem.compressing import MIN_BYTES, next_seed
+from xmem.saving import Choice
 from xmem_jittor import codec, native
+from xmem_jittor.away import Stored
 from xmem_jittor.graph import newest_node, reached
 from xmem_jittor.keeping import Packed
 from xmem_jittor.ordering import after
@@ -39,7 +41,7 @@ def pack_stage(
     reads: Sequence[Any],
     *,
     first: int,
-    bits: int,
+    choice: Choice,
     own: Sequence[Any],
 ) -> list[Kept]:
     """Pack what the backward of a stage will read.
@@ -49,7 +51,7 @@ def pack_stage(
         inputs: where its graph ends.
         reads: the same for what it reads beside them.
         first: the newest node before all of these.
-        bits: 8, 4 or 2.
+        choice: packed, or to a depot.
         own: handles of its operations.
     """
     ends = [v for v in (*inputs, *reads) if v.dtype.is_float() and not v.is_stop_grad()]
@@ -59,7 +61,7 @@ def pack_stage(
     held = handles_between(first, newest_node(), own)
     entries = list({v.var_ptr: v for v in (*inputs, *reads)}.values())
     found = cut([output], targets, entries=entries, given=[output, *held], first=first)
-    stage = _Stage(entries, first, bits)
+    stage = _Stage(entries, first, choice)
     entered = {v.var_ptr for v in entries}
     waits = {v.var_ptr: v for v in (output, *held) if v.var_ptr not in entered}
     return pack(found, stage.keep, ends=[output], waits=list(waits.values()))[0]
@@ -86,11 +88,11 @@ def give_stage_back(packed: Sequence[Kept], value: Any, remade: Mapping[int, Any
 class _Stage:
     """Says what a tensor of a stage comes back from."""
 
-    def __init__(self, entries: Sequence[Any], first: int, bits: int) -> None:
+    def __init__(self, entries: Sequence[Any], first: int, choice: Choice) -> None:
         self._entries = entries
         self._entered = {v.var_ptr for v in entries}
         self._first = first
-        self._bits = bits
+        self._choice = choice
 
     def keep(
         self, var: Any, kind: int, inputs: list[Any], sources: list[Any]
@@ -98,16 +100,20 @@ class _Stage:
         """See `packing.pack`."""
         if var.var_ptr not in self._entered:
             var.stop_fuse()
-        if kind in (EXACT, GIVEN) or var.nbytes < MIN_BYTES:
+        away = self._choice.away
+        if kind == GIVEN or var.nbytes < MIN_BYTES or (kind == EXACT and away is None):
             return None
         if kind == REMAKE:
             recipe = recipe_of(var, inputs, self._entries, self._first)
             if recipe is not None and any(recipe.used):
                 return Remade.of(recipe, sources)
-        dtype = str(var.dtype)
+        shape, dtype = tuple(int(size) for size in var.shape), str(var.dtype)
+        if away is not None:
+            stored = Stored(var, away)
+            return Packed([stored.done], shape, dtype, None, stored)
         if dtype == "bool":
-            return Packed([codec.pack_bits(var)], tuple(var.shape), dtype, 1)
-        if dtype not in DTYPES:
+            return Packed([codec.pack_bits(var)], shape, dtype, 1)
+        bits = self._choice.bits
+        if dtype not in DTYPES or bits is None:
             return None
-        data = codec.pack(var, self._bits, next_seed())
-        return Packed([data], tuple(var.shape), dtype, self._bits)
+        return Packed([codec.pack(var, bits, next_seed())], shape, dtype, bits)

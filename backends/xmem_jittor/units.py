@@ -30,6 +30,7 @@ from xmem_jittor.graph import (
     tape_of,
 )
 from xmem_jittor.keeping import Block, Origin, Packed, Running, origin_of
+from xmem_jittor.late import Stays
 from xmem_jittor.ordering import after, anchor
 from xmem_jittor.packing import EXACT, GIVEN, REMAKE, Cut, cut, handles_between, pack
 from xmem_jittor.remaking import Recipe, Remade, recipe_of
@@ -181,22 +182,21 @@ class _Piece:
 
     def _keep(
         self, var: Any, kind: int, inputs: Sequence[Any], sources: list[Any]
-    ) -> Packed | Remade | None:
+    ) -> Packed | Remade | Stays | None:
         """Return what a tensor comes back from; None where it is kept as it is."""
         origin = self.entries.origins.get(var.var_ptr) or origin_of(var)
         layer, module = self._reader(var)
         if var.var_ptr not in self.entries.origins:
             var.stop_fuse()
-        if kind in (EXACT, GIVEN):
-            reason = "compared in backward" if kind == EXACT else "held elsewhere"
-            self.block.left(var, origin, layer, module, reason)
+        if kind == GIVEN:
+            self.block.left(var, origin, layer, module, "held elsewhere")
             return None
         if kind == REMAKE:
             recipe = self._recipe(var, inputs)
             remade = None if recipe is None else Remade.of(recipe, sources)
             if remade is not None:
                 self.block.remake(origin, remade)
-        return self.block.keep(var, origin, layer, module)
+        return self.block.keep(var, origin, layer, module, compared=kind == EXACT)
 
     def _reader(self, var: Any) -> tuple[str, Any]:
         """Return the innermost module that reads a tensor, with its path."""

@@ -203,7 +203,7 @@ def _is_compiled(module: Any) -> bool:
 def _storages(tree: Any) -> dict[int, int]:
     """Return the bytes of distinct storages by address."""
     found = (t.untyped_storage() for t in leaves(tree, torch.Tensor))
-    return {storage.data_ptr(): storage.nbytes() for storage in found}
+    return {storage.data_ptr(): storage.nbytes() for storage in found if storage.nbytes()}
 
 
 def _wait() -> None:

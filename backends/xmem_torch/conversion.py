@@ -57,7 +57,7 @@ def go_on(optimizer: Any, bits: int, *, min_elements: int) -> Any:
     optimizer.__dict__.pop("_step_supports_amp_scaling", None)
     optimizer._patch_step_function()
     if optimizer.__dict__.pop("step", None) is not None:
-        _wrap_for_scheduler(optimizer)
+        wrap_for_scheduler(optimizer)
     return optimizer
 
 
@@ -97,7 +97,7 @@ def _check(optimizer: Any, min_elements: int) -> type[Optimizer]:
     return kind
 
 
-def _wrap_for_scheduler(optimizer: Any) -> None:
+def wrap_for_scheduler(optimizer: Any) -> None:
     """Do as `LRScheduler` does: note on the optimizer that it has stepped."""
     step, held = type(optimizer).step, weakref.ref(optimizer)
 

@@ -17,77 +17,19 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Any
 
-from xmem.errors import CapabilityError, UsageError, XmemWarning
+from xmem.errors import CapabilityError, OffloadError, UsageError, XmemWarning
+from xmem.offload import adaptive
 from xmem.pooling import Block, OnOom, Point, PoolStats, Refusal, Segment, Setting
 from xmem.process import process_bytes
 from xmem.records import CATEGORIES
 from xmem.sizes import format_size
-from xmem_torch import native, parsing
+from xmem_torch import native
+from xmem_torch.cpu_settings import DEFAULTS, MIN_CACHED, ONLY_FOR, SETTINGS, STRATEGIES
+from xmem_torch.late import Late
 from xmem_torch.oom import OutOfMemoryError
 
-STRATEGIES = ("passthrough", "size_class", "bfc")
 _MORE_THAN_IS_KEPT = -2  # xmem_torch_preallocate
-
-_MIB = 2**20
-_DEFAULTS: dict[str, Any] = {
-    "strategy": "passthrough",
-    "segment_size": 2 * _MIB,
-    "reserve_ratio": 1.15,
-    "min_cached": None,
-    "cache_limit": None,
-    "huge_pages": False,
-    "divisions": 8,
-    "slack": 0.25,
-}
-# Below it a fault is cheap, and glibc keeps the memory itself.
-_MIN_CACHED = {"passthrough": 0, "size_class": _MIB, "bfc": 64 * 1024}
-
-SETTINGS = {
-    s.name: s
-    for s in (
-        Setting(
-            "strategy",
-            parsing.one_of("strategy", STRATEGIES),
-            "passthrough (PyTorch's own behaviour, counted), size_class or bfc",
-        ),
-        Setting(
-            "segment_size",
-            parsing.size("segment_size", 64 * 1024, 2**40),
-            "bfc: the least that is asked of the system at once",
-        ),
-        Setting(
-            "reserve_ratio",
-            parsing.factor("reserve_ratio", 1, 1000, may_be_none=True),
-            "bfc: before more than this times the most that was live is reserved, free segments"
-            " go back; None: any",
-        ),
-        Setting(
-            "min_cached",
-            parsing.size("min_cached", 0, 2**40, may_be_none=True),
-            "smaller requests pass through; None: 64 KiB with bfc, 1 MiB with size_class",
-        ),
-        Setting(
-            "cache_limit",
-            parsing.size("cache_limit", 0, may_be_none=True),
-            "how much may be kept free before whole segments go back; None: any amount",
-        ),
-        Setting(
-            "huge_pages",
-            parsing.flag("huge_pages"),
-            "ask for huge pages (madvise) where 2 MiB and more are needed",
-        ),
-        Setting(
-            "divisions",
-            parsing.whole("divisions", 1, 1024),
-            "size_class: how many classes between a power of two and the next",
-        ),
-        Setting(
-            "slack",
-            parsing.fraction("slack", open_ends=False),
-            "size_class: how much larger than its class a kept block may be for a request",
-        ),
-    )
-}
+_LIMIT = 10  # xmem_torch_counters
 
 
 class CpuPool:
@@ -100,26 +42,36 @@ class CpuPool:
         self._library = library
         native.install(library)
         library.xmem_torch_set_graph_task(native.graph_task_probe())
-        self._values = dict(_DEFAULTS)
+        self._values = dict(DEFAULTS)
         self._on_oom: OnOom = "raise"
+        self._adaptive = adaptive.Adaptive()
+        self._late = Late()
+        self._callbacks = {
+            "trim_and_retry": native.ON_OOM(_collect),
+            "offload": native.ON_OOM(self._make_room),
+        }
 
     def in_force(self) -> dict[str, Any]:
         """Return the settings; they can be given to `configure` again."""
-        return {**self._values, "on_oom": self._on_oom}
+        return {**self._values, **self._adaptive.settings, "on_oom": self._on_oom}
 
     def configure(self, values: Mapping[str, Any], on_oom: OnOom | None) -> None:
         """Put settings in force; what is cached goes back to the system if any of them changes."""
         if on_oom == "spill":
             raise CapabilityError(
                 'on_oom="spill" is for devices: on a CPU tensors are in the host\'s memory'
-                ' already, and there is nowhere to spill to. Use on_oom="trim_and_retry".'
+                ' already, and there is nowhere to spill to. Use on_oom="offload".'
             )
+        moves = (on_oom or self._on_oom) == "offload"
+        self._late.check(on=moves)
+        prepared = self._adaptive.prepare(values, on=moves)
+        values = {name: values[name] for name in values if name not in adaptive.SETTINGS}
         merged = {**self._values, **values}
-        for name, strategies in _ONLY_FOR.items():
+        for name, strategies in ONLY_FOR.items():
             new = values.get(name, self._values[name])
             without_effect = merged["strategy"] not in strategies
             # All settings can be put back as they were, those without effect too.
-            if without_effect and new not in (self._values[name], _DEFAULTS[name]):
+            if without_effect and new not in (self._values[name], DEFAULTS[name]):
                 raise UsageError(
                     f"{name}={values[name]!r} has no effect with strategy="
                     f"{merged['strategy']!r}; it is for {' and '.join(strategies)}"
@@ -127,19 +79,42 @@ class CpuPool:
         if merged != self._values:
             self._values = merged
             self._apply()
+        self._adaptive.put_in_force(**prepared)
+        if self._adaptive.away is None:
+            self._late.end()
+        else:
+            self._late.begin(self._adaptive.away.depot)
         if on_oom is not None:
-            self._on_oom = on_oom
-            self._library.xmem_torch_set_on_oom(
-                ctypes.cast(_COLLECT, ctypes.c_void_p) if on_oom == "trim_and_retry" else None
-            )
-            if on_oom == "trim_and_retry":
-                # After that Python can no longer be called, and threads still free and allocate.
-                atexit.unregister(self._library.xmem_torch_set_on_oom)
-                atexit.register(self._library.xmem_torch_set_on_oom, None)
+            self._answer_by(on_oom)
+
+    def _answer_by(self, on_oom: OnOom) -> None:
+        self._on_oom = on_oom
+        callback = self._callbacks.get(on_oom)
+        self._library.xmem_torch_set_note(b"")
+        self._library.xmem_torch_set_on_oom(
+            None if callback is None else ctypes.cast(callback, ctypes.c_void_p)
+        )
+        if callback is not None:
+            # After that Python can no longer be called, and threads still free and allocate.
+            atexit.unregister(self._library.xmem_torch_set_on_oom)
+            atexit.register(self._library.xmem_torch_set_on_oom, None)
+
+    def _make_room(self, requested: int) -> int:
+        counters = self._counters()
+        limit = native.size_or_none(counters[_LIMIT])
+        freed = self._late.make_room(*adaptive.wanted_bytes(requested, counters[0], limit))
+        if not freed:
+            self._library.xmem_torch_set_note(self._adaptive.note().encode())
+        return freed
+
+    @property
+    def failure(self) -> OffloadError | None:
+        """Why `on_oom="offload"` moves nothing any more, if so."""
+        return self._adaptive.failure
 
     def _min_cached(self) -> int:
         chosen = self._values["min_cached"]
-        return int(_MIN_CACHED[self._values["strategy"]] if chosen is None else chosen)
+        return int(MIN_CACHED[self._values["strategy"]] if chosen is None else chosen)
 
     def _apply(self) -> None:
         values = self._values
@@ -183,6 +158,7 @@ class CpuPool:
             out_of_memory_count=refused,
             limit_bytes=native.size_or_none(limit),
             retry_count=retries,
+            offloaded_bytes=self._adaptive.moved_bytes,
         )
 
     def reset_peak(self) -> None:
@@ -266,21 +242,9 @@ class CpuPool:
         self.trim()
 
 
-_ONLY_FOR = {
-    "segment_size": ("bfc",),
-    "reserve_ratio": ("bfc",),
-    "min_cached": ("size_class", "bfc"),
-    "cache_limit": ("size_class", "bfc"),
-    "divisions": ("size_class",),
-    "slack": ("size_class",),
-}
-
-
-def _collect(_: int) -> None:
+def _collect(_: int) -> int:
     gc.collect()
-
-
-_COLLECT = native.ON_OOM(_collect)
+    return 0
 
 
 def _block(row: Any) -> Block:

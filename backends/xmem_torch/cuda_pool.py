@@ -35,6 +35,8 @@ GAPS = {
     " itself already; garbage cannot be collected at that point",
     "on_oom=spill": "PyTorch can route what one thread asks for to managed memory"
     " (torch.cuda._use_uvm), but not the requests that fail, nor those of backward's threads",
+    "on_oom=offload": "PyTorch's CUDA allocator asks nobody before it refuses: its observer is told"
+    " afterwards. Use xmem.offload_activations, which decides when a tensor is saved",
     "history": "PyTorch's CUDA allocator keeps no history of its sizes",
     "categories": "PyTorch's CUDA allocator does not know what a block is for",
 }

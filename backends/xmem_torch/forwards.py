@@ -76,6 +76,26 @@ def replace_forward(module: Any, wrap: Wrap) -> Callable[[], None]:
     return undo
 
 
+def rebuild(module: Any) -> None:
+    """Let what replaces a module's forward run its class's own, where that has changed since."""
+    held = module.__dict__.get(_ATTRIBUTE)
+    if held is None or getattr(held.base, "__self__", None) is not module:
+        return
+    if _settle(module, held) is held.set_last and all(layer.wrap for layer in held.layers):
+        kind: Any = type(module)
+        held.base = kind.forward.__get__(module)
+        _build(module, held, 0)
+
+
+def reaches_own(module: Any) -> bool:
+    """Say whether what replaces a module's forward is all ours, and runs its class's own."""
+    held = module.__dict__.get(_ATTRIBUTE)
+    if held is None or module.__dict__.get("forward") is not held.set_last:
+        return False
+    own = getattr(held.base, "__func__", None) is type(module).forward
+    return own and all(layer.wrap for layer in held.layers)
+
+
 def _settle(module: Any, held: _Forwards) -> Any:
     """Return the `forward` that is set, and forget what has been taken off from above it."""
     own = module.__dict__.get("forward")

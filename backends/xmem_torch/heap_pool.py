@@ -37,6 +37,7 @@ class HeapPool:
         "refusal": _NEEDS.format(what="writes down what it refuses"),
         "preallocate": _NEEDS.format(what="can hold free memory"),
         "on_oom=trim_and_retry": _NEEDS.format(what="can try again"),
+        "on_oom=offload": _NEEDS.format(what="knows when memory runs out"),
         "on_oom=spill": "tensors are in the host's memory already",
     }
 

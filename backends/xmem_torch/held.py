@@ -10,13 +10,14 @@ outlives its memory: a detached alias whose data is exchanged for an empty tenso
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from xmem_torch import codec, exact
+from xmem_torch.away import Aside, OnDevice
 
 
 class Whole:
@@ -29,7 +30,7 @@ class Whole:
 
 
 class Packed:
-    """A tensor's elements in few bytes, shared by all that saved it.
+    """A tensor's elements in few bytes, or away, or both; shared by all that saved it.
 
     Attributes:
         storage: where they were, so that no other tensor is taken for this one.
@@ -46,7 +47,7 @@ class Packed:
         how: tuple[str, int],
     ) -> None:
         self.storage = storage
-        self._buffer: torch.Tensor = buffer
+        self._buffer: torch.Tensor | Aside | OnDevice = buffer
         self._how: tuple[str, int] | None = how
         self._count, self._dtype = flat.numel(), flat.dtype
         self._last: int | None = None
@@ -60,14 +61,25 @@ class Packed:
 
     @property
     def nbytes(self) -> int:
-        """What it takes."""
-        return self._buffer.numel()
+        """What it takes, wherever that is."""
+        return self._buffer.nbytes
+
+    def send(self, send: Callable[[torch.Tensor], Aside | OnDevice | None]) -> bool:
+        """Let what it takes leave the device; says whether it does."""
+        assert isinstance(self._buffer, torch.Tensor)
+        aside = send(self._buffer)
+        if aside is not None:
+            self._buffer = aside
+        return aside is not None
 
     def unpacked(self) -> torch.Tensor:
         """Return the elements, flat."""
+        buffer = self._buffer if isinstance(self._buffer, torch.Tensor) else self._buffer.tensor()
         if self._how is None:
-            return self._buffer
-        (kind, number), buffer, count, dtype = self._how, self._buffer, self._count, self._dtype
+            return buffer
+        (kind, number), count, dtype = self._how, self._count, self._dtype
+        if kind == "whole":
+            return buffer
         if kind == "bits":
             return exact.unpack_bits(buffer, count, dtype, number)
         if kind == "offsets":
@@ -95,6 +107,12 @@ def packed_exactly(flat: torch.Tensor, storage: StorageWeakRef) -> Packed | None
     if width is None:
         return None
     return Packed(storage, exact.pack_offsets(flat, width), flat, ("offsets", width))
+
+
+def unpacked_whole(flat: torch.Tensor, storage: StorageWeakRef) -> Packed:
+    """Return a tensor that is not packed, to be sent away: its very memory until then."""
+    flat = flat.contiguous()  # its bytes are taken from its address on
+    return Packed(storage, flat, flat, ("whole", 0))
 
 
 def packed_by_codec(flat: torch.Tensor, storage: StorageWeakRef, bits: int, seed: int) -> Packed:

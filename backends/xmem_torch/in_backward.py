@@ -29,6 +29,7 @@ from xmem_torch.data_parallel import is_averaged
 from xmem_torch.few_bits import Optimizer, check_gradient, check_parameter
 from xmem_torch.local_parts import is_spread
 from xmem_torch.masters import master_of
+from xmem_torch.streamed_parameters import brought_in
 
 _TECHNIQUE = "optimizer_in_backward"
 _HOLDER = "_xmem_in_backward"
@@ -103,7 +104,7 @@ def _hook(held: weakref.ref[Any], index: int) -> Callable[[Any], None]:
                 " went with the model that it was applied to: keep that model, or undo the receipt"
             )
         group = _group_of(optimizer, p)
-        with torch.no_grad():
+        with torch.no_grad(), brought_in((p,)):
             if isinstance(optimizer, Optimizer):
                 check_parameter(p)
                 check_gradient(p)

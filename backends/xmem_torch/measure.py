@@ -84,8 +84,9 @@ class Measure:
 
     def tag(self, category: Category, tensors: Iterable[Any]) -> Tagged:
         """Tag the storages behind the tensors."""
-        sizes = {s.data_ptr(): s.nbytes() for tensor in tensors for s in _storages(tensor)}
-        sizes.pop(0, None)  # empty
+        storages = [s for tensor in tensors for s in _storages(tensor) if s.nbytes()]
+        sizes = {s.data_ptr(): s.nbytes() for s in storages}
+        sizes.pop(0, None)  # on the meta device
         tagged_bytes, ours = self._source.tag(category, list(sizes))
         untracked = sum(size for size, own in zip(sizes.values(), ours, strict=True) if not own)
         return Tagged(sum(ours), tagged_bytes, untracked)

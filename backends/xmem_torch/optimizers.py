@@ -240,8 +240,10 @@ def make_optimizer(
 def quantize_optimizer(optimizer: Any, bits: int, *, min_elements: int) -> Any:
     """Change the optimizer's class and states in place; see `conversion.py`."""
     from xmem_torch.conversion import go_on
+    from xmem_torch.streamed_states import brought_back
 
-    return go_on(optimizer, bits, min_elements=min_elements)
+    with brought_back(optimizer):
+        return go_on(optimizer, bits, min_elements=min_elements)
 
 
 def optimizer_in_backward(model: Any, optimizer: Any) -> Receipt:

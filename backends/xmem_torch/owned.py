@@ -61,6 +61,8 @@ class Owned:
             return False
         rows = base.shape[0]
         for p in self._frozen.get(tuple(base.shape[1:]), {}).values():
+            if not p.untyped_storage().nbytes():  # away: another layer's
+                continue
             for first in {0, rows, p.shape[0] - rows}:  # attention casts parts of its projection
                 part = p.detach()[first : first + rows]
                 if 0 <= first <= p.shape[0] - rows and _is_cast(base, part):

@@ -176,7 +176,7 @@ def parameter_names(model: Any, optimizer: Any) -> dict[int, str]:
         tensor = local_part(tensor)
         if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
             return
-        if not torch.nn.parameter.is_lazy(tensor):
+        if not torch.nn.parameter.is_lazy(tensor) and tensor.untyped_storage().nbytes():
             names.setdefault(tensor.untyped_storage().data_ptr(), name)
 
     for path, module in _modules(model):

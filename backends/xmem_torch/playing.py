@@ -26,6 +26,8 @@ from xmem.deferred import settled
 from xmem.errors import CompositionError, XmemWarning
 from xmem.playing import Script
 from xmem.records import TAIL, Mark, Recompute
+from xmem.saving import Choice
+from xmem.stage_options import AS_IS
 from xmem_torch.between import Between
 from xmem_torch.inputs import Inputs
 from xmem_torch.local_parts import refuse_sharded
@@ -128,7 +130,7 @@ class PlanRun:
             kwargs,
             places,
             keep=keep,
-            bits=self._script.bits[first],
+            choice=self._script.choices[first],
             recall=self._recall,
             around=self._marks.around(first),
         )
@@ -171,9 +173,9 @@ class PlanRun:
         elif op.code == "Ds":
             self._drop_kept(op.index)
         elif op.code in "NG":
-            bits = self._script.bits[number]
+            choice = self._script.choices[number]
             around = self._marks.around(number)
-            self._run_again(op.index, keep=op.code == "G", around=around, bits=bits)
+            self._run_again(op.index, keep=op.code == "G", around=around, choice=choice)
 
     def _run_again(
         self,
@@ -181,11 +183,11 @@ class PlanRun:
         *,
         keep: bool,
         around: AbstractContextManager[Any],
-        bits: int | None = None,
+        choice: Choice = AS_IS,
     ) -> None:
         call = self._calls[stage]
         values = {j: self._held(j) for j in call.reads}
-        made = call.second_pass(values, keep=keep, around=around, bits=bits)
+        made = call.second_pass(values, keep=keep, around=around, choice=choice)
         self.forwards[stage] += 1
         self._between.put(stage + 1, made, keep=keep)
 

@@ -16,7 +16,7 @@ import torch
 from xmem.errors import OutOfMemoryError
 from xmem.native.build import find_compiler
 from xmem.pooling import Graph, OnOom, Owners, Point, PoolStats, Refusal, Segment, Setting
-from xmem_torch import cpu_pool, cuda_pool, living, native, oom, owners
+from xmem_torch import cpu_pool, cpu_settings, cuda_pool, living, native, oom, owners
 from xmem_torch.heap_pool import HeapPool
 
 
@@ -89,7 +89,7 @@ class Pool:
         self.gaps: Mapping[str, str] = self._control.gaps
         here = set(self._control.settings)
         self._elsewhere = {
-            **{name: "a CPU" for name in cpu_pool.SETTINGS if name not in here},
+            **{name: "a CPU" for name in cpu_settings.SETTINGS if name not in here},
             **{name: "CUDA" for name in cuda_pool.SETTINGS if name not in here},
         }
 
@@ -148,8 +148,11 @@ class Pool:
         return oom.OutOfMemoryError
 
     def is_out_of_memory(self, error: BaseException) -> bool:
-        """Ask for the type; see `oom.py`."""
-        return oom.is_out_of_memory(error)
+        """Ask for the type; see `oom.py`. The allocator cannot chain what it raises in C++."""
+        found = oom.is_out_of_memory(error)
+        if found and error.__cause__ is None and isinstance(self._control, cpu_pool.CpuPool):
+            error.__cause__ = self._control.failure
+        return found
 
     def recover(self) -> None:
         """Collect what the failed step left, forget autocast's casts, and trim."""

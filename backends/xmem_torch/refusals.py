@@ -15,9 +15,10 @@ from xmem_torch.passes import top_hooks
 _APPLY = torch.autograd.Function.apply.__func__.__code__
 
 _IN_REGION = (
-    "xmem.compress_activations is entered inside a checkpointed function, or a planned stage. Its"
-    " hooks would take the place of those that recomputation works by, and switch that off in"
-    " silence. Enter it around the whole model: what the region keeps is then packed."
+    "xmem.compress_activations or xmem.offload_activations is entered inside a checkpointed"
+    " function, or a planned stage. Its hooks would take the place of those that recomputation"
+    " works by, and switch that off in silence. Enter it around the whole model: what the region"
+    " keeps is then treated."
 )
 _PLANNED = (
     "{} is planned (xmem.plan): it holds what its plan says by itself, past saved-tensor hooks, so"

@@ -8,6 +8,7 @@ versions (`.data`) between two operations that save the same memory.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -22,7 +23,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from xmem.codec import DTYPES
 from xmem.errors import UsageError
 from xmem.exact import INTEGERS
-from xmem.saving import Candidate, Policy
+from xmem.saving import Candidate, Choice, Policy
+from xmem_torch.away import Senders
 from xmem_torch.held import (
     Packed,
     Place,
@@ -31,6 +33,7 @@ from xmem_torch.held import (
     packed_exactly,
     place,
     recall,
+    unpacked_whole,
 )
 from xmem_torch.lying import Lie, lie
 from xmem_torch.refusals import refuse_compiled, refuse_here, refuse_module, saves_early
@@ -62,6 +65,7 @@ class Saving(AbstractContextManager["Saving"]):
         self._held: WeakValueDictionary[tuple[Any, ...], Whole | Packed] = WeakValueDictionary()
         self._hooks = saved_tensors_hooks(self._pack, recall)
         self._saved = 0
+        self._senders = Senders()
 
     def __enter__(self) -> Saving:
         refuse_here()
@@ -72,6 +76,8 @@ class Saving(AbstractContextManager["Saving"]):
     def __exit__(self, *error: Any) -> None:
         self._hooks.__exit__(*error)
         self._running.end()
+        if error[0] is None:
+            self._senders.raise_failure()
 
     def _pack(self, tensor: torch.Tensor) -> Place:
         frame = sys._getframe(1)
@@ -101,26 +107,43 @@ class Saving(AbstractContextManager["Saving"]):
         reason = self._obstacle(tensor, frame)
         if not reason:
             choice = policy.choose(candidate)
-            if choice.bits is not None or (choice.exact and candidate.dtype in _EXACT):
-                flat = where.flat(tensor)
-                packed = packed_exactly(flat, storage) if choice.exact else None
-                if packed is not None:
-                    policy.packed(candidate, packed.nbytes, exact=True)
+            packed, exact = self._packed(tensor, where, storage, choice)
+            if packed is not None and choice.away is not None:
+                size, sending = (
+                    packed.nbytes,
+                    functools.partial(self._senders.send, away=choice.away),
+                )
+                if packed.send(sending):
+                    policy.packed(candidate, 0, exact=exact, away_bytes=size)
                     return packed
-                if choice.bits is not None:
-                    packed = packed_by_codec(flat, storage, choice.bits, choice.seed)
-                    policy.packed(candidate, packed.nbytes)
-                    return packed
-            reason = choice.reason
+                if size == candidate.nbytes:
+                    packed = None
+            if packed is not None:
+                policy.packed(candidate, packed.nbytes, exact=exact)
+                return packed
+            reason = choice.reason or _FULL
         policy.kept(candidate, reason)
         return Whole(storage)
 
+    def _packed(
+        self, tensor: torch.Tensor, where: Lie, storage: StorageWeakRef, choice: Choice
+    ) -> tuple[Packed | None, bool]:
+        """Return a tensor as a choice has it, and whether nothing is lost; None: kept as it is."""
+        exact = choice.exact and _type_of(tensor) in _EXACT
+        if not exact and choice.bits is None and choice.away is None:
+            return None, True
+        flat = where.flat(tensor)  # a copy, where its elements lie apart
+        packed = packed_exactly(flat, storage) if exact else None
+        if packed is None and choice.bits is not None:
+            return packed_by_codec(flat, storage, choice.bits, choice.seed), False
+        if packed is None and choice.away is not None:
+            packed = unpacked_whole(flat, storage)
+        return packed, True
+
     def _candidate(self, tensor: torch.Tensor) -> Candidate:
         module, layer = self._running.innermost
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        return Candidate(
-            layer, dtype, tuple(tensor.shape), size_bytes(tensor), module=module, tensor=tensor
-        )
+        shape, size = tuple(tensor.shape), size_bytes(tensor)
+        return Candidate(layer, _type_of(tensor), shape, size, module=module, tensor=tensor)
 
     def _obstacle(self, tensor: torch.Tensor, frame: FrameType) -> str:
         """Return why a tensor is kept, whatever the policy says; "" for nothing."""
@@ -137,9 +160,14 @@ class Saving(AbstractContextManager["Saving"]):
         return ""
 
 
+_FULL = "the depot takes no more"
 _DEVICES = ("cpu", "cuda")
 _EXACT = ("bool", *INTEGERS, *DTYPES)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _type_of(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _kind(tensor: torch.Tensor) -> str:

@@ -24,6 +24,8 @@ from xmem.errors import CompositionError
 from xmem.mismatch import differs, mismatch
 from xmem.playing import playing_again
 from xmem.records import Recompute
+from xmem.saving import Choice
+from xmem.stage_options import AS_IS
 from xmem_torch import left
 from xmem_torch.generators import Generators
 from xmem_torch.inputs import Inputs
@@ -71,7 +73,7 @@ class StageCall:
         places: Places,
         *,
         keep: bool,
-        bits: int | None,
+        choice: Choice,
         recall: Callable[[tuple[int, int]], torch.Tensor],
         around: AbstractContextManager[Any],
     ) -> Any:
@@ -82,7 +84,7 @@ class StageCall:
             kwargs: those with keywords.
             places: where the values so far lie.
             keep: what it saves for backward.
-            bits: what that is packed into; None: it stays as it is.
+            choice: what becomes of that.
             recall: is asked for a saved tensor by (stage, number).
             around: stands around the call itself.
 
@@ -93,7 +95,7 @@ class StageCall:
         self._random = Generators(self._inputs.tensors) if self._how.preserve_rng else None
         self._autocast = _autocast()
         number, facts = self._number, self._facts
-        keeper = self._keeper(places, bits) if keep else None
+        keeper = self._keeper(places, choice) if keep else None
         self.kept = None if keeper is None else keeper.kept
         now = [keeper]  # nodes hold the hook, which must not hold what is kept
         del keeper
@@ -138,14 +140,14 @@ class StageCall:
         *,
         keep: bool,
         around: AbstractContextManager[Any],
-        bits: int | None = None,
+        choice: Choice = AS_IS,
     ) -> Value:
         """Run the function again; returns its output.
 
         Args:
             values: copies of those that it reads, by number.
             keep: what it saves for backward.
-            bits: what that is packed into; None: it stays as it is.
+            choice: what becomes of that.
             around: stands around the call itself.
 
         Raises:
@@ -155,7 +157,7 @@ class StageCall:
         places = Places()
         for number in self.reads if keep else ():
             places.add(number, values[number].tensors)
-        keeper = self._keeper(places, bits)
+        keeper = self._keeper(places, choice)
         count = 0
 
         def save(tensor: torch.Tensor) -> None:
@@ -234,8 +236,8 @@ class StageCall:
             self._inputs.release()
             del self._function, self._surroundings  # they may have closed over the graph
 
-    def _keeper(self, places: Places, bits: int | None) -> Keeper:
-        return Keeper(places, self._inputs.leaves, bits, self._surroundings.modules)
+    def _keeper(self, places: Places, choice: Choice) -> Keeper:
+        return Keeper(places, self._inputs.leaves, choice, self._surroundings.modules)
 
     def _fact(self, tensor: torch.Tensor) -> tuple[Any, ...]:
         values = self._surroundings.sampled(tensor) if self._how.check_values else None
@@ -279,7 +281,7 @@ class PlainCall:
         *,
         keep: bool,
         around: AbstractContextManager[Any],
-        bits: int | None = None,
+        choice: Choice = AS_IS,
     ) -> Value:
         """Refuse: only a second backward can ask for it."""
         raise CompositionError(

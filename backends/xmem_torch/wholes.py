@@ -7,6 +7,7 @@ layer that was cut along an axis (`xmem_torch.sharded_layers`).
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,11 +89,12 @@ class Cuts:
             CompositionError: says which.
         """
         cut = id(parameter) in self._parameters or is_spread(parameter)
-        if not cut or not isinstance(value, torch.Tensor) or value.numel() <= 1:
+        shape = tuple(getattr(value, "shape", ()))  # of a tensor, or what stands for one
+        if not cut or math.prod(shape) <= 1:
             return
-        if value.shape != parameter.shape:
+        if shape != tuple(parameter.shape):
             raise CompositionError(
-                f"the optimizer keeps {name!r} of shape {tuple(value.shape)} for this rank's part"
+                f"the optimizer keeps {name!r} of shape {shape} for this rank's part"
                 f" of a parameter, of shape {tuple(parameter.shape)}: parts of such states (in few"
                 " bits, or factored) do not make the whole's. Save the model alone, or use an"
                 " optimizer of torch.optim with plain states"

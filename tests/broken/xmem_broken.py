@@ -11,6 +11,7 @@ from contextlib import contextmanager, nullcontext
 import xmem
 from xmem.casting import in_force
 from xmem.hookspecs import hookimpl
+from xmem.stage_options import AS_IS
 
 
 class Delegate:
@@ -319,6 +320,45 @@ class CoarseSaved(PolicyLie):
     policy = FewBits
 
 
+class Staying(Delegate):
+    def choose(self, candidate):
+        return dataclasses.replace(self._real.choose(candidate), away=None)
+
+
+class NoopOffload(PolicyLie):
+    """Offload of activations that moves none."""
+
+    policy = Staying
+
+
+class OtherStep(Delegate):
+    """A step on states that are away, by another rule than the optimizer's."""
+
+    def offload_optimizer(self, optimizer, depot, *, block_bytes):
+        receipt = self._real.offload_optimizer(optimizer, depot, block_bytes=block_bytes)
+        for group in optimizer.param_groups:
+            group["betas"] = (0.5, 0.5)
+        return receipt
+
+
+class ResidentStates(Delegate):
+    """Optimizer states that stay where they are, with a receipt for what was not done."""
+
+    def offload_optimizer(self, optimizer, depot, *, block_bytes):
+        receipt = self._real.offload_optimizer(optimizer, depot, block_bytes=block_bytes)
+        receipt.undo()
+        return receipt
+
+
+class ResidentParameters(Delegate):
+    """Parameters that stay where they are, with a receipt for what was not done."""
+
+    def offload_parameters(self, model, depot, **options):
+        receipt = self._real.offload_parameters(model, depot, **options)
+        receipt.undo()
+        return receipt
+
+
 class NoopOptimizers(Delegate):
     """Optimizers whose states stay in float32."""
 
@@ -342,8 +382,8 @@ class UnpackedPlan(Delegate):
     """Plans that keep as it is what they should pack."""
 
     def open(self, script, names, how, *, traced):
-        bits = (None,) * len(script.bits)
-        script = dataclasses.replace(script, bits=bits)
+        choices = (AS_IS,) * len(script.choices)
+        script = dataclasses.replace(script, choices=choices)
         return self._real.open(script, names, how, traced=traced)
 
 
@@ -489,6 +529,10 @@ LIES = {
     "noop_compression": ("saved", NoopSaved),
     "stuck_compression": ("saved", StuckSaved),
     "coarse_compression": ("saved", CoarseSaved),
+    "noop_offload": ("saved", NoopOffload),
+    "other_step": ("offload", OtherStep),
+    "resident_states": ("offload", ResidentStates),
+    "resident_parameters": ("offload", ResidentParameters),
     "noop_optimizers": ("quantize", NoopOptimizers),
     "noop_weights": ("quantize", NoopWeights),
     "noop_trim": ("pool", NoopTrim),
@@ -555,6 +599,10 @@ class Twin:
     @hookimpl
     def xmem_quantize(self, session):
         return self._hook("quantize", session)
+
+    @hookimpl
+    def xmem_offload(self, session):
+        return self._hook("offload", session)
 
     @hookimpl
     def xmem_pool(self, session):

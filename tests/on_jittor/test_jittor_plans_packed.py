@@ -16,7 +16,8 @@ from xmem.conformance.small import relative_error
 from xmem.planner import Op, parse_ops
 from xmem.planner.plan import Plan
 from xmem.planning import whole_bytes
-from xmem.playing import packed_option, script
+from xmem.playing import script
+from xmem.stage_options import packed_option
 from xmem.steps import every
 
 WIDTH, DEPTH = 64, 6

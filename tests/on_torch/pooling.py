@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 from xmem_torch import native
-from xmem_torch.cpu_pool import _DEFAULTS
+from xmem_torch.cpu_settings import DEFAULTS
 
 from xmem.native.build import find_compiler
 
@@ -35,13 +35,13 @@ def old_objects_apart():
 def pool(backend, old_objects_apart):
     """The pool with nothing cached; put back as it was, with its inside checked."""
     gc.collect()
-    backend.pool.configure(_DEFAULTS, "raise")
+    backend.pool.configure(DEFAULTS, "raise")
     backend.pool.trim()
     backend.pool.reset_peak()
     yield backend.pool
     backend.pool.set_limit(None)
     broken = check()
-    backend.pool.configure(_DEFAULTS, "raise")
+    backend.pool.configure(DEFAULTS, "raise")
     assert broken == 0
     assert check() == 0
 

@@ -13,7 +13,8 @@ from xmem.errors import CapabilityError
 from xmem.planner import Op
 from xmem.planner.plan import Plan
 from xmem.planning import whole_bytes
-from xmem.playing import packed_option, script
+from xmem.playing import script
+from xmem.stage_options import packed_option
 from xmem.steps import every
 
 

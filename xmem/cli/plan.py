@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 if TYPE_CHECKING:
+    from xmem.offload.depot import To
     from xmem.planner import Plan
     from xmem.planner.simulation import Instant
     from xmem.profiling import Profile
@@ -35,6 +36,19 @@ if TYPE_CHECKING:
     show_default=True,
     metavar="HOW",
     help="How stages are found: traced, modules or auto.",
+)
+@click.option(
+    "--offload",
+    default=None,
+    type=click.Choice(["disk", "host"]),
+    help="Where plans may move what a stage keeps.",
+)
+@click.option(
+    "--directory",
+    default=None,
+    type=click.Path(path_type=Path),
+    metavar="FOLDER",
+    help="Of the scratch file of --offload disk. Default: $XMEM_OFFLOAD_DIR, or the system's.",
 )
 @click.option(
     "-o",
@@ -67,6 +81,8 @@ def command(
     preset: str,
     device: str,
     stages: str,
+    offload: To | None,
+    directory: Path | None,
     path: Path | None,
     picture: Path | None,
     compare: bool,
@@ -90,7 +106,17 @@ def command(
         raise click.BadParameter(f"{path} cannot be both the plan and its picture")
     check_names([workload_name], [], preset, device)
     name = choose_backends([backend_name] if backend_name else [])[0][0].name
-    profile, plan, instants = _planned(name, device, workload_name, preset, stages, asked, compare)
+    profile, plan, instants = _planned(
+        name,
+        device,
+        workload_name,
+        preset,
+        asked,
+        compare,
+        stages=stages,
+        offload=offload,
+        directory=directory,
+    )
     print_table(plan_table(plan))
     click.echo(f"\n{plan}")
     if path is not None:
@@ -114,9 +140,9 @@ def _planned(
     device: str,
     workload_name: str,
     preset: str,
-    stages: str,
     budget: float | str,
     compare: bool,
+    **how: Any,
 ) -> tuple[Profile, Plan, list[Instant]]:
     import xmem
     from xmem.planning import measured_timeline
@@ -132,7 +158,7 @@ def _planned(
         model,
         (inputs, targets),
         lambda model, batch: models.loss(chosen.loss, model(batch[0]), batch[1]),
-        stages=stages,
+        **how,
         name=workload_name,
     )
     plan = xmem.plan(profile, budget=budget, compare=compare)

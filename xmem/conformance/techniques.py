@@ -100,6 +100,11 @@ def _compress(backend: Backend, target: Target) -> Applied:
     return Applied(forward_context=lambda: xmem.compress_activations(bits=8, model=model))
 
 
+def _offload(backend: Backend, target: Target) -> Applied:
+    model = target.model
+    return Applied(forward_context=lambda: xmem.offload_activations("disk", model=model))
+
+
 _PLAN_SHARE = 0.1
 """The budget of a plan: the least, and this share of the way to what keeps everything."""
 
@@ -111,6 +116,7 @@ TECHNIQUES: dict[str, Technique] = {
         Technique("plan", ("checkpoint", "plans"), 1e-6, 1e-5, _plan),
         Technique("autocast", ("precision",), 2e-2, 1e-1, _autocast),
         Technique("compress", ("saved",), 1e-2, 2e-2, _compress),
+        Technique("offload", ("saved",), 1e-6, 1e-5, _offload),
     )
 }
 """What one process does; all of them are run where none is named."""

@@ -48,7 +48,7 @@ def test_its_categories_add_up(result: Result) -> None:
     assert result.by_category.get("activation", 0) > 0
 
 
-@pytest.mark.technique("checkpoint", "plan", "autocast", "compress")
+@pytest.mark.technique("checkpoint", "plan", "autocast", "compress", "offload")
 def test_its_losses_are_the_baselines(case: Case, result: Result, baseline: Result) -> None:
     """Within the technique's tolerance, at every step."""
     difference = loss_difference(result.losses, baseline.losses)
@@ -58,7 +58,7 @@ def test_its_losses_are_the_baselines(case: Case, result: Result, baseline: Resu
     )
 
 
-@pytest.mark.technique("checkpoint", "plan", "autocast", "compress")
+@pytest.mark.technique("checkpoint", "plan", "autocast", "compress", "offload")
 def test_its_gradients_are_the_baselines(
     case: Case, result: Result, baseline: Result, results_folder: Path
 ) -> None:
@@ -72,7 +72,7 @@ def test_its_gradients_are_the_baselines(
     assert error <= technique(case.technique).gradient_tolerance
 
 
-@pytest.mark.technique("baseline", "autocast", "compress")
+@pytest.mark.technique("baseline", "autocast", "compress", "offload")
 def test_plain_blocks_run_once(result: Result) -> None:
     """No block runs twice without being asked to."""
     if result.block_forward_calls is None:
@@ -135,6 +135,16 @@ def test_compression_lowers_the_peak_and_rounds(
         for r in (result, baseline)
     )
     assert relative_error(found, expected) > 1e-6
+
+
+@pytest.mark.technique("offload")
+def test_offload_lowers_the_peak(result: Result, baseline: Result) -> None:
+    """What is kept for backward is not on the device at the peak."""
+    assert result.peak_above_static_bytes is not None
+    assert baseline.peak_above_static_bytes is not None
+    assert result.peak_above_static_bytes < baseline.peak_above_static_bytes, (
+        f"{result.peak_above_static_bytes} bytes against {baseline.peak_above_static_bytes}"
+    )
 
 
 def test_baseline_losses_agree_across_backends(pair: tuple[Case, Case], results: Results) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 import xmem
 from xmem.conformance.plugin import need, refuse_gap
 from xmem.conformance.small import SmallRun, small_workload
-from xmem.errors import CapabilityError, UsageError
+from xmem.errors import CapabilityError, UsageError, XmemWarning
 from xmem.pooling import ON_OOM, Pool
 
 if TYPE_CHECKING:
@@ -267,6 +268,7 @@ def test_wrong_settings_change_nothing(backend: Backend) -> None:
 def test_every_policy_is_to_be_had_or_refused_with_a_reason(backend: Backend) -> None:
     """No policy is taken and then forgotten."""
     need(backend, "pool")
+    warnings.simplefilter("ignore", XmemWarning)  # without a limit "offload" has little to do
     for policy in ON_OOM:
         try:
             in_force = xmem.pool.configure(on_oom=policy)
@@ -276,3 +278,36 @@ def test_every_policy_is_to_be_had_or_refused_with_a_reason(backend: Backend) ->
             continue
         assert in_force["on_oom"] == policy
     assert xmem.pool.configure(on_oom="raise")["on_oom"] == "raise"
+
+
+def test_a_step_that_does_not_fit_runs_where_tensors_may_leave(backend: Backend) -> None:
+    """Nothing is moved while it fits; else never more than the limit is there. Losses agree."""
+    need(backend, "pool", "measure", "models", "training")
+    refuse_gap(backend.pool, "on_oom=offload")
+    workload = small_workload(depth=12, width=128, batch=2048)
+
+    def trained(share: float | None, highest: int = 0) -> tuple[list[float], int, int]:
+        run = SmallRun(backend, workload)
+        run.step()  # optimizer states are there
+        _settle(backend)
+        before = xmem.pool.stats()
+        if share is not None:
+            limit = before.allocated_bytes + round(highest * share)
+            xmem.pool.configure(limit=limit, on_oom="offload")
+        xmem.pool.reset_peak()
+        losses = [run.step() for _ in range(2)]
+        after = xmem.pool.stats()
+        moved = (after.offloaded_bytes or 0) - (before.offloaded_bytes or 0)
+        return losses, (after.peak_allocated_bytes or 0) - before.allocated_bytes, moved
+
+    try:
+        plain, plain_peak, _ = trained(None)
+        losses, peak, moved = trained(1.5, plain_peak)
+        assert losses == pytest.approx(plain, rel=1e-5)
+        assert moved == 0
+        losses, reached, moved = trained(1 / 1.6, peak)
+        assert losses == pytest.approx(plain, rel=1e-5)
+        assert moved > 0, (moved, reached, peak)
+        assert reached <= peak / 1.6, (reached, peak)
+    finally:
+        xmem.pool.configure(limit=None, on_oom="raise")

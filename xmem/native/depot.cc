@@ -1,22 +1,34 @@
 // Bytes kept outside of a framework's memory: in an unlinked file, or in memory of their own.
 //
 // Extents of a file are given out and taken back here, at run time, since on a lazy framework only
-// the operations know when bytes come and go. Calls may come from several threads.
+// the operations know when bytes come and go. Calls may come from several threads, those about one
+// number one after the other.
+//
+// What callers have of a depot is a number and no address: calls after its end find none, those that
+// run when it ends finish first, and a forked process has none of its parent's, whose file it shares.
 #include <cerrno>
 #include <cstdint>
 #include <cstring>
 #include <map>
+#include <memory>
 #include <mutex>
+#include <new>
+#include <system_error>
+#include <thread>
 #include <unordered_map>
 
 #include <fcntl.h>
+#include <pthread.h>
 #include <sys/mman.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
 namespace {
 
 constexpr int64_t kPage = 4096;
-constexpr int kFailedBefore = -1, kShort = -2, kUnknown = -3, kOtherSize = -4;
+constexpr int64_t kWorthHalving = 1 << 20;
+constexpr int kFailedBefore = -1, kShort = -2, kUnknown = -3, kOtherSize = -4, kClosed = -5;
+constexpr long kTmpfs = 0x01021994, kRamfs = 0x858458f6;  // statfs(2)
 
 int64_t rounded(int64_t bytes, int64_t unit) { return (bytes + unit - 1) / unit * unit; }
 
@@ -37,18 +49,31 @@ struct Depot {
     int failed = 0;
 };
 
-// Makes the file longer, with blocks on the disk behind it, so that a full disk is known here.
-int grow(Depot& depot, int64_t least) {
-    const int64_t want = rounded(least, depot.growth);
-    int error = posix_fallocate(depot.file, depot.size, want - depot.size);
-    if (error == 0) depot.size = want;
-    if (error == 0 || least == want) return error;
-    error = posix_fallocate(depot.file, depot.size, least - depot.size);  // what there is room for
-    if (error == 0) depot.size = least;
+// Gives the file blocks on the disk up to `end`, so that a full disk is known here.
+int extend(Depot& depot, int64_t end) {
+    int error;
+    do error = posix_fallocate(depot.file, depot.size, end - depot.size);
+    while (error == EINTR);
+    // A file system that cannot: writing will find out.
+    if (error == EINVAL || error == EOPNOTSUPP || error == ENOSYS) {
+        error = ftruncate(depot.file, end) ? errno : 0;
+    }
+    if (error == 0) {
+        depot.size = end;
+    } else if (ftruncate(depot.file, depot.size)) {  // blocks that it got before it failed
+        return error;
+    }
     return error;
 }
 
+int grow(Depot& depot, int64_t least) {
+    const int64_t want = rounded(least, depot.growth);
+    const int error = extend(depot, want);
+    return error && least < want ? extend(depot, least) : error;  // what there is room for
+}
+
 int take(Depot& depot, int64_t bytes, int64_t* offset) {
+    if (!bytes) return 0;
     for (auto gap = depot.gaps.begin(); gap != depot.gaps.end(); ++gap) {
         if (gap->second < bytes) continue;
         *offset = gap->first;
@@ -66,6 +91,7 @@ int take(Depot& depot, int64_t bytes, int64_t* offset) {
 }
 
 void give_back(Depot& depot, int64_t offset, int64_t bytes) {
+    if (!bytes) return;
     auto next = depot.gaps.lower_bound(offset);
     if (next != depot.gaps.end() && offset + bytes == next->first) {
         bytes += next->second;
@@ -116,6 +142,23 @@ int read_all(int file, char* to, int64_t bytes, int64_t offset) {
     return 0;
 }
 
+// Copies in two threads where that is worth starting one; returns what the first that failed does.
+template <class Copy>
+int in_halves(int64_t bytes, bool halves, Copy copy) {
+    if (!halves || bytes < kWorthHalving) return copy(0, bytes);
+    const int64_t first = rounded(bytes / 2, kPage);
+    int error = 0;
+    std::thread other;
+    try {
+        other = std::thread([&] { error = copy(first, bytes - first); });
+    } catch (const std::system_error&) {  // no more threads
+        return copy(0, bytes);
+    }
+    const int own = copy(0, first);
+    other.join();
+    return own ? own : error;
+}
+
 // Finds room and notes it; what was under the number goes first.
 int reserve(Depot& depot, int64_t number, int64_t bytes, Held* made) {
     std::lock_guard<std::mutex> guard(depot.lock);
@@ -132,7 +175,7 @@ int reserve(Depot& depot, int64_t number, int64_t bytes, Held* made) {
     } else if (bytes) {
         made->memory = mmap(nullptr, rounded(bytes, kPage), PROT_READ | PROT_WRITE,
                             MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-        if (made->memory == MAP_FAILED) error = errno;
+        if (made->memory == MAP_FAILED) error = errno, made->memory = nullptr;
     }
     if (error) {
         depot.failed = error;
@@ -141,26 +184,30 @@ int reserve(Depot& depot, int64_t number, int64_t bytes, Held* made) {
     if (old != depot.held.end()) {
         release(depot, old->second);
         depot.stored -= old->second.bytes;
+        old->second = *made;
+    } else {
+        try {
+            depot.held[number] = *made;
+        } catch (const std::bad_alloc&) {
+            release(depot, *made);
+            return ENOMEM;
+        }
     }
-    depot.held[number] = *made;
     depot.stored += bytes;
     if (depot.stored > depot.peak) depot.peak = depot.stored;
     return 0;
 }
 
-}  // namespace
-
-extern "C" {
-
-// Of an open file, which it closes at the end; negative: memory. The file grows by `growth` bytes.
-void* xmem_depot_open(int file, int64_t growth) {
-    auto* depot = new Depot;
-    depot->file = file;
-    depot->growth = growth;
-    return depot;
+void forget(Depot& depot, int64_t number) {
+    std::lock_guard<std::mutex> guard(depot.lock);
+    auto found = depot.held.find(number);
+    if (found == depot.held.end()) return;
+    release(depot, found->second);
+    depot.stored -= found->second.bytes;
+    depot.held.erase(found);
 }
 
-void xmem_depot_close(Depot* depot) {
+void end(Depot* depot) {
     for (auto& [number, held] : depot->held) {
         if (depot->file < 0) release(*depot, held);
     }
@@ -168,26 +215,84 @@ void xmem_depot_close(Depot* depot) {
     delete depot;
 }
 
-void xmem_depot_drop(Depot* depot, int64_t number) {
-    std::lock_guard<std::mutex> guard(depot->lock);
-    auto found = depot->held.find(number);
-    if (found == depot->held.end()) return;
-    release(*depot, found->second);
-    depot->stored -= found->second.bytes;
-    depot->held.erase(found);
+struct Registry {
+    std::mutex lock;
+    std::unordered_map<uintptr_t, std::shared_ptr<Depot>> open;
+    uintptr_t last = 0;
+};
+
+Registry& registry() {
+    static auto* one = new Registry;  // threads may outlive what a process takes down at its end
+    return *one;
+}
+
+void before_fork() { registry().lock.lock(); }
+void in_parent() { registry().lock.unlock(); }
+void in_child() {
+    // Not their destructors: another thread may have been inside of one.
+    auto* inherited = new decltype(Registry::open);
+    inherited->swap(registry().open);
+    for (auto& [handle, depot] : *inherited) {
+        if (depot->file >= 0) close(depot->file);
+    }
+    registry().lock.unlock();
+}
+
+std::shared_ptr<Depot> find(void* handle) {
+    std::lock_guard<std::mutex> guard(registry().lock);
+    auto found = registry().open.find((uintptr_t)handle);
+    return found == registry().open.end() ? nullptr : found->second;
+}
+
+bool of_a_file(void* handle) { return (uintptr_t)handle & 1; }
+
+}  // namespace
+
+extern "C" {
+
+// Of an open file, which it closes at the end; negative: memory. The file grows by `growth` bytes.
+void* xmem_depot_open(int file, int64_t growth) {
+    static const int forks = pthread_atfork(before_fork, in_parent, in_child);
+    (void)forks;
+    auto* depot = new Depot;
+    depot->file = file;
+    depot->growth = growth;
+    std::lock_guard<std::mutex> guard(registry().lock);
+    registry().last += 2;
+    const uintptr_t handle = registry().last + (file >= 0);
+    registry().open.emplace(handle, std::shared_ptr<Depot>(depot, end));
+    return (void*)handle;
+}
+
+// Calls that run keep what they use until they are done.
+void xmem_depot_close(void* handle) {
+    std::shared_ptr<Depot> depot;  // ends outside of the lock
+    std::lock_guard<std::mutex> guard(registry().lock);
+    auto found = registry().open.find((uintptr_t)handle);
+    if (found == registry().open.end()) return;
+    depot = std::move(found->second);
+    registry().open.erase(found);
+}
+
+void xmem_depot_drop(void* handle, int64_t number) {
+    if (auto depot = find(handle)) forget(*depot, number);
 }
 
 // 0: stored. Positive: an errno, and nothing is stored from here on. kFailedBefore: so it was.
-int xmem_depot_put(Depot* depot, int64_t number, const void* from, int64_t bytes) {
+// kClosed: there is no such depot any more, or it is another process's.
+int xmem_depot_put_in(void* handle, int64_t number, const void* from, int64_t bytes, int halves) {
+    const auto depot = find(handle);
+    if (!depot) return kClosed;
     Held held;
     if (int error = reserve(*depot, number, bytes, &held)) return error;
-    int error = 0;
-    if (depot->file >= 0) {
-        error = write_all(depot->file, (const char*)from, bytes, held.offset);
-    } else if (bytes) {
-        memcpy(held.memory, from, bytes);
-    }
-    if (error) xmem_depot_drop(depot, number);
+    const int error = in_halves(bytes, halves, [&](int64_t at, int64_t count) {
+        if (depot->file >= 0) {
+            return write_all(depot->file, (const char*)from + at, count, held.offset + at);
+        }
+        if (count) memcpy((char*)held.memory + at, (const char*)from + at, count);
+        return 0;
+    });
+    if (error) forget(*depot, number);
     std::lock_guard<std::mutex> guard(depot->lock);
     if (error) {
         depot->failed = error;
@@ -197,9 +302,15 @@ int xmem_depot_put(Depot* depot, int64_t number, const void* from, int64_t bytes
     return error;
 }
 
+int xmem_depot_put(void* handle, int64_t number, const void* from, int64_t bytes) {
+    return xmem_depot_put_in(handle, number, from, bytes, 0);
+}
+
 // 0: read; the bytes stay until they are dropped. Positive: an errno. kShort: the file ends before.
 // kUnknown: nothing has the number. kOtherSize: what has it is of another size.
-int xmem_depot_get(Depot* depot, int64_t number, void* to, int64_t bytes) {
+int xmem_depot_get_in(void* handle, int64_t number, void* to, int64_t bytes, int halves) {
+    const auto depot = find(handle);
+    if (!depot) return kClosed;
     Held held;
     {
         std::lock_guard<std::mutex> guard(depot->lock);
@@ -209,26 +320,67 @@ int xmem_depot_get(Depot* depot, int64_t number, void* to, int64_t bytes) {
         if (held.bytes != bytes) return kOtherSize;
         depot->read += bytes;
     }
-    if (depot->file >= 0) return read_all(depot->file, (char*)to, bytes, held.offset);
-    if (bytes) memcpy(to, held.memory, bytes);
-    return 0;
+    return in_halves(bytes, halves, [&](int64_t at, int64_t count) {
+        if (depot->file >= 0) return read_all(depot->file, (char*)to + at, count, held.offset + at);
+        if (count) memcpy((char*)to + at, (const char*)held.memory + at, count);
+        return 0;
+    });
+}
+
+int xmem_depot_get(void* handle, int64_t number, void* to, int64_t bytes) {
+    return xmem_depot_get_in(handle, number, to, bytes, 0);
 }
 
 // The system may begin to read now.
-void xmem_depot_will_need(Depot* depot, int64_t number) {
+void xmem_depot_will_need(void* handle, int64_t number) {
+    const auto depot = find(handle);
+    if (!depot) return;
     std::lock_guard<std::mutex> guard(depot->lock);
     auto found = depot->held.find(number);
     if (found == depot->held.end() || depot->file < 0) return;
     posix_fadvise(depot->file, found->second.offset, found->second.bytes, POSIX_FADV_WILLNEED);
 }
 
-int xmem_depot_has(Depot* depot, int64_t number) {
+int xmem_depot_has(void* handle, int64_t number) {
+    const auto depot = find(handle);
+    if (!depot) return 0;
     std::lock_guard<std::mutex> guard(depot->lock);
     return depot->held.count(number);
 }
 
+// Where a piece can be read, and written, in place until it is dropped: its memory, or the file
+// there, mapped, which `xmem_depot_unmap` ends. nullptr: nothing has the number, or errno says why.
+void* xmem_depot_map(void* handle, int64_t number) {
+    const auto depot = find(handle);
+    errno = depot ? 0 : EBADF;
+    if (!depot) return nullptr;
+    std::lock_guard<std::mutex> guard(depot->lock);
+    auto found = depot->held.find(number);
+    if (found == depot->held.end()) return nullptr;
+    const Held& held = found->second;
+    if (depot->file < 0) return held.memory;
+    void* memory = mmap(nullptr, rounded(held.bytes, kPage), PROT_READ | PROT_WRITE, MAP_SHARED,
+                        depot->file, held.offset);
+    return memory == MAP_FAILED ? nullptr : memory;
+}
+
+void xmem_depot_unmap(void* handle, int64_t bytes, void* memory) {
+    if (of_a_file(handle)) munmap(memory, rounded(bytes, kPage));
+}
+
+// Whether the file of a depot is memory: tmpfs.
+int xmem_depot_in_memory(void* handle) {
+    const auto depot = find(handle);
+    struct statfs found;
+    if (!depot || depot->file < 0 || fstatfs(depot->file, &found)) return 0;
+    return found.f_type == kTmpfs || (unsigned long)found.f_type == (unsigned long)kRamfs;
+}
+
 // Stored bytes, their peak, written, read, size of the file, count, errno of the first failure.
-void xmem_depot_counters(Depot* depot, int64_t* found) {
+void xmem_depot_counters(void* handle, int64_t* found) {
+    memset(found, 0, 7 * sizeof *found);
+    const auto depot = find(handle);
+    if (!depot) return;
     std::lock_guard<std::mutex> guard(depot->lock);
     const int64_t values[] = {depot->stored, depot->peak, depot->written, depot->read,
                               depot->size,   (int64_t)depot->held.size(), depot->failed};

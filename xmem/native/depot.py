@@ -9,7 +9,7 @@ from typing import Any
 
 from xmem.native.build import Source, compile_library, find_compiler
 
-FAILED_BEFORE, SHORT, UNKNOWN, OTHER_SIZE = -1, -2, -3, -4
+FAILED_BEFORE, SHORT, UNKNOWN, OTHER_SIZE, CLOSED = -1, -2, -3, -4, -5
 """What the library returns beside an errno; see `depot.cc`."""
 
 
@@ -32,9 +32,14 @@ def load() -> Any:
         ("close", None, [depot]),
         ("put", integer, [depot, number, ctypes.c_void_p, number]),
         ("get", integer, [depot, number, ctypes.c_void_p, number]),
+        ("put_in", integer, [depot, number, ctypes.c_void_p, number, integer]),
+        ("get_in", integer, [depot, number, ctypes.c_void_p, number, integer]),
         ("drop", None, [depot, number]),
         ("will_need", None, [depot, number]),
         ("has", integer, [depot, number]),
+        ("in_memory", integer, [depot]),
+        ("map", ctypes.c_void_p, [depot, number]),
+        ("unmap", None, [depot, number, ctypes.c_void_p]),
         ("counters", None, [depot, ctypes.POINTER(number)]),
     ):
         function = getattr(library, f"xmem_depot_{name}")

@@ -1,13 +1,16 @@
 """Where offloaded bytes lie: an unlinked scratch file, or memory outside of the framework's pool.
 
 A scratch file has no name from its birth (`O_TMPFILE`), so nothing of it outlives the process, also
-after SIGKILL, and processes share a directory without knowing of each other. Room is taken on the
+after SIGKILL, and processes share a directory without knowing of each other. A process that is
+forked has none of its parent's depots. Room is taken on the
 disk before a tensor is given up for it: a disk that is full is known then.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
+import functools
 import itertools
 import os
 import tempfile
@@ -21,6 +24,7 @@ from xmem.native import depot as native
 from xmem.sizes import format_size
 
 To = Literal["host", "disk"]
+TO: tuple[To, ...] = get_args(To)
 GROWTH_BYTES = 64 << 20
 """By how much a scratch file grows at once."""
 
@@ -57,7 +61,8 @@ class Depot:
     Attributes:
         to: see above.
         directory: where the scratch file is; None for "host".
-        address: of the native depot, for native code (`xmem/native/depot.cc`).
+        address: of the native depot, for native code (`xmem/native/depot.cc`): where it is known
+            by, and not memory.
 
     Raises:
         UsageError: another `to`, or a directory for "host".
@@ -71,11 +76,16 @@ class Depot:
             raise UsageError(f"directory={str(directory)!r} is for to='disk'; to is 'host'")
         self.to = to
         self.directory = _chosen(directory) if to == "disk" else None
+        library = native.load()  # before there is a file to be closed
         file = -1 if self.directory is None else open_scratch(self.directory)
-        library = native.load()
         self.address: int = library.xmem_depot_open(file, GROWTH_BYTES)
         self._numbers = itertools.count(1)
+        self._last: list[int] | None = None
         self._close = weakref.finalize(self, library.xmem_depot_close, self.address)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy is a depot of its own, with nothing in it."""
+        return functools.partial(Depot, directory=self.directory), (self.to,)
 
     def new_number(self) -> int:
         """Return a number that nothing has been stored under."""
@@ -85,7 +95,8 @@ class Depot:
         """Store memory; what was under the number is replaced.
 
         Raises:
-            OffloadError: there is no room, or writing fails; nothing is stored from then on.
+            OffloadError: there is no room, or writing fails; nothing is stored from then on. Or the
+                depot is closed, or another process's.
         """
         self._check(native.load().xmem_depot_put(self.address, number, address, nbytes), nbytes)
 
@@ -93,13 +104,14 @@ class Depot:
         """Read what is stored into memory; it stays stored.
 
         Raises:
-            OffloadError: reading fails, or less comes than was written.
+            OffloadError: reading fails, or less comes than was written. Or the depot is closed, or
+                another process's.
         """
         self._check(native.load().xmem_depot_get(self.address, number, address, nbytes), nbytes)
 
     def drop(self, number: int) -> None:
         """Forget what is stored under a number, if anything is."""
-        if self._close.alive:
+        if self._close.alive:  # at the end of an interpreter too
             native.load().xmem_depot_drop(self.address, number)
 
     def will_need(self, number: int) -> None:
@@ -110,6 +122,11 @@ class Depot:
         return bool(native.load().xmem_depot_has(self.address, number))
 
     @property
+    def in_memory(self) -> bool:
+        """Whether its directory is memory of the machine all the same (tmpfs)."""
+        return bool(native.load().xmem_depot_in_memory(self.address))
+
+    @property
     def failure(self) -> OffloadError | None:
         """Why nothing is stored any more, if so."""
         error = self._counters()[6]
@@ -117,12 +134,15 @@ class Depot:
 
     @property
     def stats(self) -> DepotStats:
-        """What it holds."""
+        """What it holds; once it is closed, what went through it."""
         stored, peak, written, read, file, count, _ = self._counters()
         return DepotStats(stored, peak, written, read, file, count)
 
     def close(self) -> None:
-        """Give the file or the memory back; nothing may use the depot afterwards."""
+        """Give the file or the memory back; calls that run end first, later ones raise."""
+        if self._close.alive:
+            _, peak, written, read, *_, failed = self._counters()
+            self._last = [0, peak, written, read, 0, 0, failed]
         self._close()
 
     def error(self, code: int, nbytes: int) -> OffloadError:
@@ -133,8 +153,13 @@ class Depot:
             message = f"{what} read back from {where}: it ends before them. It was cut from outside"
         elif code in (native.UNKNOWN, native.OTHER_SIZE):
             message = f"{what} read back from {where}: they are not there under this number"
+        elif code == native.CLOSED:
+            message = (
+                f"{what} moved: the depot was closed, or belongs to the process that this one was"
+                " forked from. Offload anew in this process"
+            )
         elif code == native.FAILED_BEFORE:
-            return self.failure or self.error(0, nbytes)
+            return self.error(self._counters()[6] or errno.EIO, nbytes)
         else:
             held = format_size(self.stats.stored_bytes)
             message = (
@@ -148,6 +173,8 @@ class Depot:
             raise self.error(code, nbytes)
 
     def _counters(self) -> list[int]:
+        if self._last is not None:
+            return self._last
         found: Any = (ctypes.c_int64 * 7)()
         native.load().xmem_depot_counters(self.address, found)
         return list(found)

@@ -22,12 +22,25 @@ def opened(to: To, directory: str | Path | None, technique: str) -> Depot:
         OffloadError: the directory is missing or cannot be written to.
     """
     depot = Depot(to, directory=directory)
+    warn_of_host(to, technique, stacklevel=5)
+    if depot.in_memory:
+        warnings.warn(
+            f"{technique}(to='disk'): {str(depot.directory)!r} is memory (tmpfs), not a disk: the"
+            " bytes leave the framework's pool and stay in the machine's memory. Give directory=,"
+            " or set XMEM_OFFLOAD_DIR, to a directory on a disk.",
+            XmemWarning,
+            stacklevel=4,
+        )
+    return depot
+
+
+def warn_of_host(to: To, technique: str, *, stacklevel: int = 4) -> None:
+    """Warn where going to the host does not take memory off the machine."""
     if to == "host" and active().device == "cpu":
         warnings.warn(
             f"{technique}(to='host'): on a CPU the device's memory is the host's. The bytes leave"
             " the framework's pool and count no more as allocated, and the process keeps them."
             " To take them out of memory, use to='disk'.",
             XmemWarning,
-            stacklevel=4,
+            stacklevel=stacklevel,
         )
-    return depot

@@ -94,7 +94,9 @@ class Plan:
     verified: Verified | None = None
     option_names: tuple[tuple[str, ...], ...] = ()
 
-    def apply(self, model: Any, *, preserve_rng: bool = True) -> Receipt:
+    def apply(
+        self, model: Any, *, preserve_rng: bool = True, directory: str | Path | None = None
+    ) -> Receipt:
         """Let a model run as the plan says, from its next forward pass on.
 
         Outside of gradient recording (`no_grad`) the model runs as it did. Recomputation sees the
@@ -104,6 +106,8 @@ class Plan:
         Args:
             model: a native module of the active backend, with the stages that were planned.
             preserve_rng: recomputation draws the same random numbers.
+            directory: where a scratch file holds what stages offload to disk; None:
+                $XMEM_OFFLOAD_DIR, or the system's for temporary files.
 
         Returns:
             A receipt; `receipt.undo()` restores the model.
@@ -112,10 +116,12 @@ class Plan:
             UsageError: the model has other stages than the plan.
             CompositionError: a stage is checkpointed already, or cannot be recomputed.
             CapabilityError: the plan keeps a stage in a way that cannot be executed.
+            OffloadError: the directory is missing or cannot be written to; in a step: the disk is
+                full. Nothing is lost then, and from then on stages keep what does not fit.
         """
         from xmem.planned import apply_plan
 
-        return apply_plan(self, model, preserve_rng=preserve_rng)
+        return apply_plan(self, model, preserve_rng=preserve_rng, directory=directory)
 
     @property
     def overhead(self) -> float:

@@ -243,7 +243,7 @@ def _infeasible(chain: Chain, budget_bytes: int, minimum: int) -> InfeasibleBudg
     i = heaviest_stage(chain)
     advice = [f"give {minimum} bytes", "make the batch smaller"]
     if max(len(s.options) for s in chain.stages) == 1:
-        advice.append("let stages be kept compressed or offloaded (more options)")
+        advice.append("let stages be packed or offloaded (compress=, offload= of xmem.profile)")
     advice.append(f"split stage {i} ({chain.stages[i].name!r}), which needs most by itself")
     return InfeasibleBudgetError(
         f"no plan of {chain.name!r} fits {budget_bytes} bytes: the least is {minimum}, however much"

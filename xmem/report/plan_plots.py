@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from xmem.planner import Chain, Plan, bounds, frontier, simulate
+from xmem.planner import Chain, Op, Plan, bounds, frontier, simulate
 from xmem.planner.heuristics import segmented, uniform_starts
 from xmem.planner.simulation import Instant, World
 from xmem.report.html import CONFIG, plotly_script, render
@@ -27,8 +28,16 @@ def predicted_timeline(chain: Chain, plan: Plan) -> list[Instant]:
         world.peak_bytes = before
         world.run(op, number)
         if op.code in ("N", "G", "B", "L"):
-            instants.append(Instant(str(op), begun, world.total_seconds, before, world.peak_bytes))
+            instants.append(
+                Instant(_named(op, plan), begun, world.total_seconds, before, world.peak_bytes)
+            )
     return instants
+
+
+def _named(op: Op, plan: Plan) -> str:
+    """Return an operation as it is written, with its option's name where that is another one."""
+    names = plan.option_names[op.index] if op.index < len(plan.option_names) else ()
+    return f"{op} ({names[op.option]})" if op.option and op.option < len(names) else str(op)
 
 
 def tradeoff_figure(chain: Chain, plan: Plan) -> Any:
@@ -109,6 +118,7 @@ def plan_table(plan: Plan) -> Table:
         ("more time, bound", f"{plan.bound_seconds / plan.store_all_seconds - 1:.2%}"),
         ("at most slower than the best plan by", f"{plan.gap:.2%}" if plan.gap else "0"),
     ]
+    rows += [(f"stages by {name!r}", str(count)) for name, count in _options(plan).items()]
     found = plan.verified
     if found is not None:
         rows += [
@@ -127,6 +137,14 @@ def plan_table(plan: Plan) -> Table:
         rows=tuple((Cell(name), Cell(value)) for name, value in rows),
         note="More time: as a share of a step that keeps everything.",
     )
+
+
+def _options(plan: Plan) -> dict[str, int]:
+    """Return how many stages are kept in which way, where there is more than one."""
+    counts = Counter(
+        name for name, names in zip(plan.options, plan.option_names, strict=False) if len(names) > 1
+    )
+    return dict(counts)
 
 
 def write_pictures(

@@ -34,6 +34,11 @@ _VOID = (
     "set_pool",
     "know_holders",
     "release_orphans",
+    "late_calls",
+    "late_allow",
+    "late_stats",
+    "late_note",
+    "late_back",
 )
 
 
@@ -46,7 +51,7 @@ def _arguments() -> tuple[str, ...]:
 
 
 _ALLOCATOR_HEADERS = (
-    "beneath", "blocks", "control", "history", "installed", "log", "orphans", "pool",
+    "beneath", "blocks", "control", "history", "installed", "late", "log", "orphans", "pool",
     "records",
 )  # fmt: skip
 
@@ -108,6 +113,11 @@ def _declare_control(library: ctypes.PyDLL) -> None:
     library.xmem_jittor_set_pool.argtypes = [real, real, number, integer]
     library.xmem_jittor_know_holders.argtypes = [number]
     library.xmem_jittor_pool_settings.argtypes = [ctypes.POINTER(real)]
+    library.xmem_jittor_late_calls.argtypes = [number, number, number]
+    library.xmem_jittor_late_depot.argtypes = [number, integer]
+    library.xmem_jittor_late_allow.argtypes = [integer]
+    library.xmem_jittor_late_stats.argtypes = [many]
+    library.xmem_jittor_late_users.argtypes = [integer]
 
 
 @lru_cache(maxsize=1)
@@ -215,6 +225,43 @@ def saving() -> ctypes.PyDLL:
     library.xmem_jittor_reader.argtypes = [number, number, number]
     library.xmem_jittor_reader.restype = number
     library.xmem_jittor_views_before.argtypes = [number, many, integer, many, integer]
+    return library
+
+
+@lru_cache(maxsize=1)
+def streaming() -> ctypes.PyDLL:
+    """Return the library of `streaming.cc`, its functions declared."""
+    library = _load("streaming")
+    number, many, integer = ctypes.c_longlong, _Numbers, ctypes.c_int
+    library.xmem_jittor_send.argtypes = [number, ctypes.c_void_p, number]
+    for name in ("bring_back", "where"):
+        getattr(library, f"xmem_jittor_{name}").argtypes = [number]
+    library.xmem_jittor_move.argtypes = [
+        number, many, integer, many, integer, integer, integer,
+    ]  # fmt: skip
+    library.xmem_jittor_move.restype = number
+    library.xmem_jittor_move_taken.restype = None
+    for name in ("streamed", "move_failure"):
+        getattr(library, f"xmem_jittor_{name}").argtypes = [many]
+        getattr(library, f"xmem_jittor_{name}").restype = None
+    return library
+
+
+@lru_cache(maxsize=1)
+def away() -> ctypes.PyDLL:
+    """Return the library of `away.cc`, its functions declared."""
+    library = _load("away")
+    number, many, pointer = ctypes.c_longlong, _Numbers, ctypes.c_void_p
+    library.xmem_jittor_away_store.argtypes = [number, pointer, number, number, many]
+    library.xmem_jittor_away_store.restype = pointer
+    library.xmem_jittor_away_load.argtypes = [pointer, number]
+    library.xmem_jittor_away_load.restype = number
+    library.xmem_jittor_away_let_go.argtypes = [pointer]
+    library.xmem_jittor_away_failure.argtypes = [many]
+    library.xmem_jittor_away_pieces.argtypes = []
+    library.xmem_jittor_away_pieces.restype = number
+    for name in ("taken", "let_go", "failure"):
+        getattr(library, f"xmem_jittor_away_{name}").restype = None
     return library
 
 

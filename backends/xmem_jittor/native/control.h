@@ -137,4 +137,99 @@ int xmem_jittor_pool_settings(double* out) {
     out[3] = pool->segments.huge_pages;
     return 1;
 }
+
+// Functions of the library of depots.
+void xmem_jittor_late_calls(long long put, long long get, long long drop) {
+    late.calls = {(decltype(DepotCalls::put))put, (decltype(DepotCalls::get))get,
+                  (decltype(DepotCalls::drop))drop};
+}
+
+// Returns the index of a depot; 0: closes the one with an index, which nothing may lie in.
+int xmem_jittor_late_depot(long long depot, int index) {
+    Lock lock(guard);
+    if (!depot) {
+        late.depots[index] = nullptr;
+        return index;
+    }
+    late.depots.push_back((void*)depot);
+    return late.depots.size() - 1;
+}
+
+// Whether anything may be moved from now on; what is away comes back all the same.
+void xmem_jittor_late_allow(int may_move) {
+    Lock lock(guard);
+    late.may_move = may_move;
+    late.failure = 0;
+}
+
+// How many pieces of memory are noted, and away; bytes that have been stored; errno of a failure.
+void xmem_jittor_late_stats(long long* out) {
+    Lock lock(guard);
+    const int64 values[] = {(int64)late.noted.size(), late.left, late.moved, late.failure};
+    memcpy(out, values, sizeof(values));
+}
+
+// How many pieces are noted for a depot.
+int xmem_jittor_late_users(int depot) {
+    Lock lock(guard);
+    int count = 0;
+    for (auto& [number, noted] : late.noted) count += noted.depot == depot;
+    return count;
+}
+
+// Called by an operation: forward has read the tensor, whose memory may leave until its ticket is
+// given to `xmem_jittor_late_back`.
+void xmem_jittor_late_note(Var* ticket, Var* view, int depot) {
+    Lock lock(guard);
+    if (!late.may_move || !view->mem_ptr || !late.depots[depot]) return;
+    auto* pool = pool_of(view->allocator);
+    if (!pool || pool->segments.is_cuda() || pool_of(ticket->allocator) != pool) return;
+    auto known = late.by_allocation.find(view->allocation);
+    int64 number = known == late.by_allocation.end() ? ++late.count : known->second;
+    auto ticketed = late.by_ticket.find(ticket->allocation);
+    if (ticketed != late.by_ticket.end() && ticketed->second != number) return;
+    auto& noted = late.noted[number];
+    if (noted.views.empty()) {
+        noted.size = pool->records[view->allocation].requested;
+        noted.depot = depot;
+        noted.allocation = view->allocation;
+        late.by_allocation[view->allocation] = number;
+    }
+    noted.order = ++late.count;
+    noted.views.push_back({ticket->allocation, view});
+    late.by_ticket[ticket->allocation] = number;
+}
+
+// Called by an operation: backward is about to read the tensors of a ticket.
+void xmem_jittor_late_back(Var* ticket) {
+    Lock lock(guard);
+    auto known = late.by_ticket.find(ticket->allocation);
+    if (known == late.by_ticket.end()) return;
+    const int64 number = known->second;
+    auto& noted = late.noted[number];
+    if (noted.away) {
+        Var* first = noted.views[0].second;
+        auto* pool = pool_of(ticket->allocator);
+        size_t allocation = 0;
+        void* memory = pool->alloc(noted.size, allocation);
+        const int code = late.calls.get(late.depots[noted.depot], number, memory, noted.size);
+        if (code) {
+            pool->free(memory, noted.size, allocation);
+            throw std::runtime_error("offload: " + std::to_string(noted.size) +
+                                     " bytes did not come back: " +
+                                     (code > 0 ? strerror(code) : "they are not there"));
+        }
+        for (auto& [_, view] : noted.views) {
+            if (view != first) pool->share_with(view->size, allocation);
+            view->mem_ptr = memory;
+            view->allocator = pool;
+            view->allocation = allocation;
+        }
+        noted.away = false;
+        noted.allocation = allocation;
+        late.left--;
+        late.by_allocation[allocation] = number;
+    }
+    end_ticket(ticket->allocation);
+}
 }

@@ -16,7 +16,7 @@ namespace {
 
 bool is_view(Op* op) {
     const std::string name = op->name();
-    return name == "clone" || name == "reshape" || name == "tape";
+    return name == "clone" || name == "reshape" || name == "tape" || name == "xmem_move";
 }
 
 }  // namespace

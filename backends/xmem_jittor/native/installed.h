@@ -57,7 +57,11 @@ Pool* active() { return pool_of(get_allocator()); }
 // A child has one thread only, and a recursive mutex knows its owner by thread.
 void lock_before_fork() { guard.lock(); }
 void unlock_after_fork() { guard.unlock(); }
-void renew_in_child() { new (&guard) std::recursive_mutex; }
+// Nothing may move there: what is away lies in its parent's file.
+void renew_in_child() {
+    new (&guard) std::recursive_mutex;
+    late.may_move = false;
+}
 
 }  // namespace
 }  // namespace jittor

@@ -9,6 +9,7 @@
 #include "beneath.h"
 #include "blocks.h"
 #include "history.h"
+#include "late.h"
 #include "orphans.h"
 #include "records.h"
 
@@ -21,6 +22,8 @@ std::recursive_mutex guard;
 using Lock = std::lock_guard<std::recursive_mutex>;
 
 constexpr size_t kRefusalBlocks = 256;
+// One part in so many of the limit leaves beyond what is missing (xmem.offload.adaptive.MARGIN).
+constexpr int64 kLateMargin = 64;
 // Jittor's own block size of a CPU (sfrl_allocator.cc), which is compiled in there.
 constexpr int64 kLargeBlock = 5242880;
 
@@ -49,19 +52,25 @@ struct Pool final : SFRLAllocator {
         Lock lock(guard);
         Var* var = var_behind(allocation, size);
         const int64 node = var ? var->id : total_node;
+        if (limit >= 0 && current + (int64)size > limit)
+            late_make_room(current + (int64)size - limit + limit / kLateMargin);
         if (limit >= 0 && current + (int64)size > limit) {
             refuse(size, node, limit);
             throw std::runtime_error("out of memory: " + std::to_string(size) +
                                      " bytes requested, " + std::to_string(current) +
-                                     " allocated, limit " + std::to_string(limit));
+                                     " allocated, limit " + std::to_string(limit) +
+                                     late_words());
         }
         if (!segments.is_cuda()) widen(size);
         void* memory = nullptr;
-        try {
-            memory = SFRLAllocator::alloc(size, allocation);
-        } catch (...) {
-            refuse(size, node, -1);
-            throw;
+        while (!memory) {
+            try {
+                memory = SFRLAllocator::alloc(size, allocation);
+            } catch (...) {
+                if (late_make_room(size) > 0) continue;
+                refuse(size, node, -1);
+                throw;
+            }
         }
         if (var) pass_marks(var);
         remember(size, allocation, node, var != nullptr);
@@ -73,6 +82,7 @@ struct Pool final : SFRLAllocator {
         const size_t id = allocation;
         SFRLAllocator::free(memory, size, id);
         if (behind(id)) return;  // only one of several references went away
+        if (!late.noted.empty()) late_freed(id);
         auto& record = records[id];
         record.live = false;
         frees++;

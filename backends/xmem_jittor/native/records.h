@@ -61,7 +61,7 @@ Var* var_behind(size_t& allocation, size_t size) {
 
 bool is_view(Op* op) {
     const std::string name = op->name();
-    return name == "clone" || name == "reshape" || name == "tape";
+    return name == "clone" || name == "reshape" || name == "tape" || name == "xmem_move";
 }
 
 // A view allocates nothing; the tensor behind it will.

@@ -31,7 +31,7 @@ enum Kind { PACK = 0, EXACT = 1, GIVEN = 2, REMAKE = 3 };
 
 bool is_view(Op* op) {
     const std::string name = op->name();
-    return name == "clone" || name == "reshape" || name == "tape";
+    return name == "clone" || name == "reshape" || name == "tape" || name == "xmem_move";
 }
 
 // The gradients of these depend on which of two values is larger: they need the very same values.
@@ -259,7 +259,7 @@ struct Recipe {
         if (var->id > first && (var->num > large || follows_input(var))) {
             if (!op || steps.size() >= MOST || var->is_finished()) return -1;
             const std::string name = op->name();
-            if (name == "clone" || name == "tape") {
+            if (name == "clone" || name == "tape" || name == "xmem_move") {
                 value = write(op->inputs().front());
             } else {
                 Step step{};

@@ -20,7 +20,7 @@ HISTORY = 4096
 LARGEST = 256
 """How many blocks a refusal has at most."""
 
-ON_OOM = ctypes.CFUNCTYPE(None, ctypes.c_int64)
+ON_OOM = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)
 
 
 class Row(ctypes.Structure):
@@ -102,6 +102,7 @@ def load(compiler: str) -> Any:
         "refusal": (int64, (pointer(Refusal),)),
         "serial": (int64, ()),
         "set_on_oom": (None, (ctypes.c_void_p,)),
+        "set_note": (None, (ctypes.c_char_p,)),
         "set_graph_task": (None, (ctypes.c_void_p,)),
         "check": (int32, ()),
         "tag": (int64, (pointer(ctypes.c_uint64), int64, int32, pointer(ctypes.c_uint8))),

@@ -173,6 +173,13 @@ int64_t xmem_torch_serial() {
 // Sets whom to ask before a request is refused; null for nobody.
 void xmem_torch_set_on_oom(OnOom callback) { on_oom.store(callback); }
 
+// What errors say at their end.
+void xmem_torch_set_note(const char* text) {
+  State& s = state();
+  Guard guard(s.mutex);
+  s.note = text;
+}
+
 // Tells how to see whether a thread runs backward.
 void xmem_torch_set_graph_task(int (*function)()) {
   State& s = state();

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <limits>
 #include <mutex>
+#include <string>
 
 #include "block.h"
 #include "memory.h"
@@ -17,8 +18,9 @@
 
 namespace xmem_torch {
 
-// Python's answer to a request that cannot be met: collects garbage. Called without the lock.
-using OnOom = void (*)(int64_t bytes);
+// Python's answer to a request that cannot be met: collects garbage, or moves tensors. Returns what
+// it has freed where asking again may free more, else 0. Called without the lock.
+using OnOom = int64_t (*)(int64_t bytes);
 inline std::atomic<OnOom> on_oom{nullptr};
 inline thread_local bool answering = false;
 
@@ -111,25 +113,31 @@ inline void set_in_use(bool value) {
   s.pool.in_use = value;
 }
 
-// Lets Python collect garbage, and gives the cache back.
-inline void answer(OnOom callback, int64_t bytes, Course& course) {
+// Lets Python make room, and gives the cache back. Says whether there may be more room to make.
+inline bool answer(OnOom callback, int64_t bytes, Course& course) {
   answering = true;  // what the answer itself asks for is not answered again
-  callback(bytes);
+  const bool has_more = callback(bytes) > 0;
   answering = false;
   Returned returned;
   State& s = state();
   std::lock_guard<std::mutex> guard(s.mutex);
   course.retry(s);
   s.pool.shrink(0, returned);
+  return has_more;
 }
 
 [[noreturn]] inline void fail(size_t size, const Course& course) {
   c10::profiledCPUMemoryReporter().OutOfMemory(size);
+  std::string note;
+  {
+    std::lock_guard<std::mutex> guard(state().mutex);
+    note = state().note;
+  }
   TORCH_CHECK_WITH(OutOfMemoryError, course.failure == Failure::kSystem,
                    "CPU out of memory. Tried to allocate ", size, " bytes; ", course.allocated,
-                   " bytes are allocated and the limit is ", course.limit, " bytes.");
+                   " bytes are allocated and the limit is ", course.limit, " bytes.", note);
   TORCH_CHECK_WITH(OutOfMemoryError, false, "CPU out of memory. The system has no ", size,
-                   " bytes left; ", course.allocated, " bytes are allocated.");
+                   " bytes left; ", course.allocated, " bytes are allocated.", note);
   __builtin_unreachable();
 }
 
@@ -142,9 +150,9 @@ struct PoolAllocator final : c10::Allocator {
     Course course;
     const OnOom callback = answering ? nullptr : on_oom.load();
     Block* block = obtain(bytes, callback == nullptr, course);
-    if (block == nullptr && callback != nullptr) {
-      answer(callback, bytes, course);
-      block = obtain(bytes, true, course);
+    for (bool has_more = callback != nullptr; block == nullptr && has_more;) {
+      has_more = answer(callback, bytes, course);
+      block = obtain(bytes, !has_more, course);
     }
     if (block == nullptr) fail(size, course);
     void* data = block->data();

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 #include <mutex>
+#include <string>
 
 #include "block.h"
 #include "counters.h"
@@ -33,6 +34,7 @@ struct State {
   int64_t limit = kNoLimit;
   int64_t pending = 0;  // admitted, and not yet there
   Refusal refusal{};
+  std::string note;  // what errors say at their end
   int (*graph_task)() = nullptr;  // torch::autograd::get_current_graph_task_id
 
   bool over_limit(int64_t bytes) const {
