@@ -134,11 +134,12 @@ def test_without_a_terminal_each_case_is_one_plain_line(crashy, tmp_path):
     ran = compare("-o", tmp_path)
     lines = ran.stdout.splitlines()
     assert lines[0] == "crashy warms up first"
-    assert lines[1].startswith("[1/5] mlp / baseline / crashy: ok; peak 1.86 KiB; above static")
+    assert lines[1].startswith("[1/6] mlp / baseline / crashy: ok; peak 1.86 KiB; above static")
     assert "saving 2.25x" in lines[2]
     assert lines[3].endswith("unsupported; backend 'crashy' does not offer 'plans'")
     assert lines[4].endswith("unsupported; backend 'crashy' does not offer 'precision'")
     assert lines[5].endswith("unsupported; backend 'crashy' does not offer 'saved'")
+    assert lines[6].endswith("unsupported; backend 'crashy' does not offer 'saved'")
     assert "\x1b" not in ran.stdout
 
 
@@ -155,7 +156,7 @@ def test_a_crash_is_a_row_the_rest_runs_and_the_exit_status_is_1(crashy, tmp_pat
     assert ran.exit_code == 1
     assert "error; killed by SIGKILL" in ran.stdout
     report = read_json(tmp_path / "report.json", Report)
-    assert [r.status for r in report.results] == ["error", "ok", *["unsupported"] * 3]
+    assert [r.status for r in report.results] == ["error", "ok", *["unsupported"] * 4]
     assert "killed by SIGKILL" in (tmp_path / "report.md").read_text(encoding="utf-8")
 
 

@@ -83,8 +83,8 @@ def assert_same(one: Any, other: Any) -> None:
     a, b = numbers(one), numbers(other)
     assert len(a) == len(b)
     off = [np.max(np.abs(x - y), initial=0) for x, y in zip(a, b, strict=True)]
-    # 1e-7 is what is promised; it is 0, since a block is executed as the next backward would do it.
-    assert max(off) == 0, off
+    # It is 0 where the same is executed together; what is fused with what may differ (1e-8).
+    assert max(off) <= 1e-7, off
 
 
 def on_device(optimizer: Any) -> int:

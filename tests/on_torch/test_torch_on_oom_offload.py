@@ -19,13 +19,13 @@ __all__ = ["old_objects_apart", "pool", "put_back"]
 def test_a_step_that_fits_moves_nothing():
     model, ids = model_and_ids()
     plain = step(model, ids)
-    before = moved()
+    before, retries = moved(), xmem.pool.stats().retry_count
     xmem.pool.configure(limit=limit_for(plain[2], 1.1), on_oom="offload")
     found = step(model, ids)
-    assert moved() == before == 0
+    assert moved() == before
     assert same(found, plain)
     assert found[2] == plain[2], (found[2], plain[2])
-    assert xmem.pool.stats().retry_count == 0
+    assert xmem.pool.stats().retry_count == retries
 
 
 @pytest.mark.parametrize("to", ["disk", "host"])
