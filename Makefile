@@ -73,6 +73,7 @@ benchmarks: $(READY)
 	@$(BIN)/python benchmarks/codec.py benchmarks/results
 	@$(BIN)/python benchmarks/compress.py benchmarks/results $(BACKENDS)
 	@$(BIN)/python benchmarks/offload.py benchmarks/results $(BACKENDS)
+	@$(BIN)/python benchmarks/plans_offload.py benchmarks/results $(BACKENDS)
 	@$(BIN)/python benchmarks/optimizers.py benchmarks/results $(BACKENDS)
 	@$(BIN)/python benchmarks/weights.py benchmarks/results
 	@$(BIN)/python benchmarks/pool.py benchmarks/results

@@ -4,7 +4,8 @@ Each part in a process of its own; peaks are exact. Plain and offloaded steps ta
 ratios are taken turn by turn. On PyTorch gradients are there already, so that they count in neither
 peak; on Jittor they are made in the step, and both peaks have them. Parts: activations that leave
 (`activations`), and with checkpointing so that only the inputs of blocks do, by the number of
-blocks (`depth`), and optimizer states that a step streams (`optimizer`). Usage: python
+blocks (`depth`), and optimizer states that a step streams (`optimizer`): the blocks of it that are
+there in a step come on top of static memory, which the states have left. Usage: python
 benchmarks/offload.py [FOLDER] [BACKEND ...]; with `--render FOLDER` the page is made anew of the
 recorded figures.
 """
@@ -35,16 +36,17 @@ def use(backend):
     if backend == "torch":
         import torch
 
+        torch.manual_seed(0)
         torch.set_num_threads(2)
     random = np.random.default_rng(0)
     return active, lambda *s: active.models.tensor(random.standard_normal(s, dtype=np.float32))
 
 
-def turns(steps, rounds=ROUNDS):
+def turns(steps):
     """Let steps take turns; returns each one's median time relative to the first."""
     seconds = {name: [] for name in steps}
     names = list(steps)
-    for turn in range(rounds):
+    for turn in range(ROUNDS):
         at = turn % len(names)
         for name in names[at:] + names[:at]:
             start = time.perf_counter()
@@ -56,28 +58,52 @@ def turns(steps, rounds=ROUNDS):
     }
 
 
-def steps_of(backend, name):
-    """Return a model, its batch, and a step: forward in a block, and backward."""
+def step_of(backend, model, loss):
+    """Return a step: forward in a block, and backward."""
     if backend == "torch":
-        model, loss, batch = torch_model(name)
 
         def step(block):
             with block:
                 value = loss()
             value.backward()
 
-        return model, batch, step
+        return step
     import jittor as jt
     from on_jittor.chain import trained
 
-    model, x = jittor_model(name)
-
     def step(block):
         with block:
-            value = (model(x) ** 2).mean()
+            value = loss()
         jt.sync(jt.grad(value, trained(model), retain_graph=False))
 
-    return model, x, step
+    return step
+
+
+def workload(backend, name):
+    """Return a model, its loss as a function, and its batch."""
+    if backend == "torch":
+        return torch_model(name)
+    model, x = jittor_model(name)
+    return model, lambda: (model(x) ** 2).mean(), x
+
+
+def transformer(backend, depth, normal):
+    """Return blocks of attention and a wide layer, so narrow that their inputs matter."""
+    if backend == "jittor":
+        from on_jittor.chain import transformer as made
+
+        model, x = made(depth, width=64), normal(16, 128, 64)
+        return model, lambda: (model(x) ** 2).mean(), x, list(model)
+    import torch
+    from on_torch.gpt import GPT
+    from torch.nn import functional
+
+    model, ids = GPT(layers=depth, dropout=0.0, length=64), torch.randint(0, 1000, (4, 64))
+
+    def loss():
+        return functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+
+    return model, loss, ids, list(model.layers)
 
 
 def peak(model, batch, step):
@@ -97,7 +123,8 @@ def run_activations(backend, name):
     import xmem
 
     use(backend)
-    model, batch, step = steps_of(backend, name)
+    model, loss, batch = workload(backend, name)
+    step = step_of(backend, model, loss)
     steps = {"plain": lambda: step(nullcontext())}
     for prefetch in PREFETCH[backend]:
         steps[f"prefetch {prefetch}"] = lambda prefetch=prefetch: step(
@@ -111,59 +138,28 @@ def run_activations(backend, name):
     ]
 
 
-def transformer(backend, depth):
-    """Return blocks of attention and a wide layer, one after another."""
-    if backend == "jittor":
-        from on_jittor.chain import transformer as made
-
-        return made(depth)
-    import torch
-    from torch import nn
-
-    torch.manual_seed(0)
-    layer = [
-        nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True, norm_first=True)
-        for _ in range(depth)
-    ]
-    return nn.Sequential(*layer)
-
-
 def run_depth(backend, depth):
     from contextlib import nullcontext
 
     import xmem
 
-    active, normal = use(backend)
-    # A block's input is twice its gradients: otherwise these hide what leaves.
-    model, x = transformer(backend, int(depth)), normal(48, 128, 256)
-    optimizer = active.training.make_optimizer("sgd", model, learning_rate=0.0)
-    xmem.apply_checkpointing(model, "every")
-
-    def step(block):
-        with block:
-            loss = (model(x) ** 2).mean()
-        xmem.backward(loss, optimizer)
-        active.measure.synchronize()
+    _, normal = use(backend)
+    model, loss, batch, blocks = transformer(backend, int(depth), normal)
+    xmem.apply_checkpointing(model, "every", blocks=blocks)
+    step = step_of(backend, model, loss)
+    gradients = sum(p.numel() for p in model.parameters()) * 4 if backend == "jittor" else 0
 
     def away():
         return xmem.offload_activations("disk", model=model, prefetch=0)
 
-    rows = []
-    for how, block in (("checkpoint", nullcontext), ("checkpoint and offload", away)):
-        step(block())
-        xmem.zero_grad(optimizer)
-        with xmem.measure(model=model, optimizer=optimizer, inputs=x) as m:
-            step(block())
-        gradients = sum(p.numel() for p in model.parameters()) * 4
-        rows.append(
-            {
-                "how": how,
-                "peak_above_static_bytes": m.peak_above_static_bytes,
-                "gradient_bytes": gradients,
-            }
-        )
-        xmem.zero_grad(optimizer)
-    return rows
+    return [
+        {
+            "how": how,
+            "peak_above_static_bytes": peak(model, batch, lambda block=block: step(block())),
+            "gradient_bytes": gradients,
+        }
+        for how, block in (("checkpoint", nullcontext), ("checkpoint and offload", away))
+    ]
 
 
 def run_optimizer(backend, name):
@@ -192,13 +188,14 @@ def run_optimizer(backend, name):
         gc.collect()
         with xmem.measure(model=model, optimizer=optimizer, inputs=x) as m:
             pass
-        before = m.by_category["optimizer"] if m.by_category else None
+        # Those of the optimizer before, which is there too, count as states still.
+        states = m.by_category["optimizer"] - sum(row["state_bytes"] for row in rows)
         with xmem.measure(model=model, optimizer=optimizer, inputs=x) as m:
             step()
         rows.append(
             {
                 "how": how,
-                "state_bytes": before,
+                "state_bytes": states,
                 "peak_above_static_bytes": m.peak_above_static_bytes,
             }
         )

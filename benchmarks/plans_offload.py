@@ -148,4 +148,6 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--run"]:
         print(json.dumps(measure(sys.argv[2])))
     else:
-        main(Path(sys.argv[1]) if len(sys.argv) > 1 else None, sys.argv[2:] or BACKENDS)
+        given = [a for a in sys.argv[1:] if a not in BACKENDS]
+        chosen = [a for a in sys.argv[1:] if a in BACKENDS] or BACKENDS
+        main(Path(given[0]) if given else None, chosen)

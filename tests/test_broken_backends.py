@@ -83,6 +83,10 @@ CAUGHT_BY = {
         "test_a_disk_that_is_full_raises_within_the_step_and_training_goes_on",
         "test_offload_lowers_the_peak",
     ],
+    "stale_offload": [
+        "test_losses_and_gradients_do_not_change_when_activations_leave",
+        "test_its_gradients_are_the_baselines",
+    ],
     "other_step": ["test_an_optimizer_whose_states_are_away_steps_as_without"],
     "resident_states": [
         "test_an_optimizer_whose_states_are_away_steps_as_without",

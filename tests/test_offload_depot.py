@@ -289,6 +289,43 @@ def test_a_file_that_was_cut_is_an_error_and_never_other_bytes(tmp_path):
         get(depot, 1, data.nbytes)
 
 
+def test_what_cannot_be_read_is_not_said_to_be_safe(tmp_path):
+    before = {p.name for p in scratch_files()}
+    depot, data = Depot("disk", directory=tmp_path), some(PAGE)
+    put(depot, 1, data)
+    (ours,) = [p for p in scratch_files() if p.name not in before]
+    writable = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(writable, int(ours.name))
+    os.close(writable)
+    with pytest.raises(xmem.OffloadError, match="could not be read back from") as caught:
+        get(depot, 1, data.nbytes)
+    assert "Nothing is lost" not in str(caught.value)
+
+
+def test_a_depot_is_usable_until_it_fails_or_is_closed_in_its_own_process(tmp_path):
+    depot, closed = Depot("disk", directory=tmp_path), Depot("host")
+    closed.close()
+    assert depot.is_usable
+    assert not closed.is_usable
+    child = os.fork()
+    if child == 0:
+        os._exit(depot.is_usable)
+    assert os.waitpid(child, 0)[1] == 0
+    code = """
+    import resource, sys
+    import numpy as np
+    import xmem
+    from xmem.offload.depot import Depot
+    depot, piece = Depot("disk", directory=sys.argv[1]), np.zeros(4096, np.uint8)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, 1))
+    try:
+        depot.put(1, piece.ctypes.data, piece.nbytes)
+    except xmem.OffloadError:
+        print(depot.is_usable)
+    """
+    assert in_a_process(code, tmp_path) == ["False"]
+
+
 def test_a_directory_that_is_missing_or_a_file_is_refused_with_the_remedy(tmp_path):
     (tmp_path / "file").write_text("")
     for wrong in ("missing", "file"):

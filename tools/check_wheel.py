@@ -19,6 +19,7 @@ MUST_CONTAIN = (
     "xmem/native/codec.cc",
     "xmem/native/codec.h",
     "xmem/native/depot.cc",
+    "xmem/native/depot_room.h",
     "xmem/native/exact.cc",
     "xmem/native/optimizers.cc",
     "xmem/native/planner.cc",

@@ -72,6 +72,7 @@ def predict(
     Raises:
         CapabilityError: the step cannot be predicted, with the reason; `xmem.profile` and
             `xmem.measure` run it.
+        CompositionError: parameters or the optimizer's states are away (offload).
         MeasurementError: a block of `xmem.measure` is open, whose peak this would change.
         UsageError: an argument is not what it should be.
     """

@@ -43,7 +43,7 @@ def _addresses() -> list[int]:
     library = depots.load()
     return [
         native.address_of(getattr(library, f"xmem_depot_{name}"))
-        for name in ("put_in", "get_in", "drop", "will_need")
+        for name in ("put", "get", "drop", "will_need")
     ]
 
 

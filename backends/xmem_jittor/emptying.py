@@ -39,11 +39,7 @@ def empty(var: Any, end: Any) -> Emptied:
         var: where a graph that is kept begins.
         end: where it ends; it and what is made of it keep their memory, also if they are views.
     """
-    views = _views(var, end)
-    done = anchor()
-    for view in views:
-        done = calling(done, _EMPTY, {"empty": _address("empty")}, view)
-    return Emptied(views, done)
+    return empty_views(var, [end], anchor())
 
 
 def empty_views(var: Any, ends: Sequence[Any], done: Any) -> Emptied:
@@ -84,13 +80,3 @@ def refill(emptied: Emptied, source: Any) -> Any:
 
 def _address(name: str) -> int:
     return native.address_of(getattr(native.emptying(), f"xmem_jittor_{name}"))
-
-
-def _views(var: Any, end: Any) -> list[Any]:
-    capacity = 64
-    while True:
-        found = (ctypes.c_longlong * capacity)()
-        count = native.emptying().xmem_jittor_views(var.var_ptr, end.var_ptr, found, capacity)
-        if count <= capacity:
-            return [jt.wrap_var_addr(address) for address in found[:count]]
-        capacity = count

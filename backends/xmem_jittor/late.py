@@ -22,7 +22,7 @@ from xmem.errors import OffloadError
 from xmem.native import depot as depots
 from xmem.offload.adaptive import Adaptive
 from xmem.offload.depot import Depot
-from xmem_jittor import native
+from xmem_jittor import native, offload_errors
 from xmem_jittor.ordering import after, anchor, calling
 
 _CALL = """((void (*)(void*, void*, int))(size_t)data["call"])(in0, in1, (int)data["depot"]);"""
@@ -115,6 +115,7 @@ class Late:
             *(native.address_of(getattr(functions, f"xmem_depot_{n}")) for n in _CALLS)
         )
         self.index_of(depot)
+        offload_errors.tell_of(depot)
         library.xmem_jittor_late_allow(1)
         if self._block is None:
             with ExitStack() as stack:

@@ -10,7 +10,10 @@ import jittor as jt
 
 from xmem.native import depot as depots
 from xmem.offload.depot import Depot
-from xmem_jittor import native
+from xmem.sizes import format_size
+from xmem_jittor import native, ran_out
+
+_NO_ROOM = -100  # of streaming.cc
 
 
 class Store(ctypes.Structure):
@@ -66,10 +69,17 @@ def bring_back(var: Any, depot: Depot) -> None:
 
     Raises:
         OffloadError: it could not be read.
+        OutOfMemoryError: it does not fit on the device; it stays where it is.
     """
     code = native.streaming().xmem_jittor_bring_back(var.var_ptr)
+    if code == _NO_ROOM:
+        raise ran_out.JittorOutOfMemoryError(
+            f"out of memory: {format_size(var.nbytes)} that lie in a depot do not fit on the device"
+            " and stay there. Raise the limit (xmem.pool.configure(limit=...)), or free tensors,"
+            " and call undo() again"
+        )
     if code:
-        raise depot.error(code, var.nbytes)
+        raise depot.error(code, var.nbytes, reading=True)
 
 
 def coming(

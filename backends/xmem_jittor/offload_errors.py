@@ -18,7 +18,9 @@ from xmem.offload.depot import Depot
 from xmem_jittor import executing, native
 
 _depots: dict[int, weakref.ref[Depot]] = {}  # by address
-_told = [0, 0]  # failures that have been raised, of the two libraries
+_MARK = "xmem offload: "
+"""How the operations' errors begin."""
+_told = [0, 0, 0]  # failures that have been raised, of the libraries
 
 
 def tell_of(depot: Depot) -> None:
@@ -39,10 +41,14 @@ def _forget(address: int) -> None:
 
 def converted(error: RuntimeError) -> OffloadError | None:
     """Return what a depot failed with, once; None where this error is another one."""
-    if isinstance(error, OffloadError):
+    if _MARK not in str(error):
         return None
     for which, ask in enumerate(
-        (native.away().xmem_jittor_away_failure, native.streaming().xmem_jittor_move_failure)
+        (
+            native.away().xmem_jittor_away_failure,
+            native.streaming().xmem_jittor_move_failure,
+            native.allocator().xmem_jittor_late_missed,
+        )
     ):
         found = (ctypes.c_longlong * 4)()
         ask(found)
@@ -52,7 +58,7 @@ def converted(error: RuntimeError) -> OffloadError | None:
         if count == _told[which] or depot is None:
             continue
         _told[which] = count
-        return depot.error(code, nbytes)
+        return depot.error(code, nbytes, reading="read back" in str(error))
     return None
 
 

@@ -12,6 +12,7 @@ they hold its parameters only. One whose states are larger than a block is stepp
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -97,6 +98,13 @@ class StreamedStates:
         self._block_bytes = block_bytes
         self._failure: OffloadError | None = None
         self._told = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StreamedStates:
+        """Let a copy of the optimizer step plainly: its states are on the device."""
+        twin = memo.get(id(self._optimizer()))
+        copied = copy.copy(self)
+        copied._optimizer = self._optimizer if twin is None else ref(twin)
+        return copied
 
     def begin(self) -> None:
         """Step by blocks from now on."""
@@ -204,11 +212,7 @@ class StreamedStates:
 
     def put_away(self) -> None:
         """Let all states go; those that cannot be stored stay."""
-        held = [state for place in self.places() for state in self._states(place)]
-        jt.sync([group["params"][i] for group, i in self.places()])
-        jt.sync(held)
-        for state in held:
-            self._send(state)
+        self._finish(list(self.places()))
 
     def bring_back(self) -> None:
         """Have all states on the device."""
@@ -217,11 +221,7 @@ class StreamedStates:
                 moving.bring_back(state, self._depot)
 
     def raise_failure(self) -> None:
-        """Say once that something could not be stored.
-
-        Raises:
-            OffloadError: see `step`.
-        """
+        """Raise once if something could not be stored; see `step`."""
         if self._failure is not None and not self._told:
             self._told = True
             raise self._failure
@@ -295,6 +295,6 @@ def _check(optimizer: Any) -> None:
         )
     if "step" in vars(optimizer):
         raise CompositionError(
-            "the optimizer's step has been replaced on the instance (xmem.distributed's"
-            " shard_optimizer does so), and would not step by blocks: offload it before that"
+            "the optimizer's step has been replaced on the instance (by xmem.cast_model or"
+            " shard_optimizer), and would not step by blocks: offload it before that"
         )

@@ -93,15 +93,15 @@ class Aside:
             OffloadError: they do not come back, or others could not be stored.
         """
         self._transfers.raise_failure()
-        source = self._sent.source
-        if source is None and self._read is None:
-            self._read = self._transfers.read(self._fetch)
+        source, read = self._sent.source, self._read
         self._line.read_before(self._place)
-        read, self._read = self._read, None
+        self._read = None
         if self._ahead:
             self._ahead = False
             self._line.taken(self.nbytes)
-        return source if read is None else read.result()
+        if source is not None:
+            return source
+        return self._fetch() if read is None else read.result()
 
     def begin_reading(self) -> bool:
         """See `xmem.offload.transfers.Readable`."""

@@ -25,6 +25,7 @@ from xmem.errors import UsageError
 from xmem_torch import wholes
 from xmem_torch.masters import parameters_of
 from xmem_torch.sharded_optimizers import owners_of
+from xmem_torch.streamed_parameters import are_away, brought_in
 from xmem_torch.wholes import Cuts
 
 
@@ -52,11 +53,14 @@ def scatter(model: Any, optimizer: Any, state: Mapping[str, Any] | None) -> None
         own = _scatter_optimizer(optimizer, cuts, given)
         attempt("load_full_state", lambda: optimizer.load_state_dict(own))
     extras = {}
+    parameters = dict(module.named_parameters(remove_duplicate=False))
     with torch.no_grad():
         for name, target in module.state_dict().items():
             value = given["model"][name] if given else None
+            away = [p for p in [parameters.get(name)] if p is not None and are_away([p])]
             if isinstance(target, torch.Tensor):
-                wholes.load(value, target, cuts.of_name(name))
+                with brought_in(away):  # what state_dict gives of such is a copy
+                    wholes.load(value, away[0] if away else target, cuts.of_name(name))
             else:
                 extras[name] = wholes.told(value)
     if extras:

@@ -29,6 +29,7 @@ from xmem_torch.data_parallel import is_averaged
 from xmem_torch.few_bits import Optimizer, check_gradient, check_parameter
 from xmem_torch.local_parts import is_spread
 from xmem_torch.masters import master_of
+from xmem_torch.states_streaming import is_own
 from xmem_torch.streamed_parameters import brought_in
 
 _TECHNIQUE = "optimizer_in_backward"
@@ -139,11 +140,7 @@ def _step_alone(optimizer: Any, group: dict[str, Any], p: Any) -> None:
     alone.param_groups = [{**group, "params": [p]}]
     alone.state = optimizer.state
     # Unwrapped: hooks on every optimizer's step (a meter's) are for whole steps.
-    inspect.unwrap(type(optimizer).step, stop=_is_own)(alone)
-
-
-def _is_own(function: Any) -> bool:
-    return not getattr(function, "hooked", False)
+    inspect.unwrap(type(optimizer).step, stop=is_own)(alone)
 
 
 def _check(model: Any, optimizer: Any) -> None:
@@ -189,7 +186,7 @@ def _check(model: Any, optimizer: Any) -> None:
 
 def _check_kind(optimizer: Any) -> None:
     kind = type(optimizer)
-    known = isinstance(optimizer, Optimizer) or kind.__module__.startswith("torch.optim.")
+    known = isinstance(optimizer, Optimizer) or f"{kind.__module__}.".startswith("torch.optim.")
     if not known or kind is torch.optim.LBFGS:
         raise UsageError(
             f"{kind.__module__}.{kind.__name__} may look at all parameters at once; in backward"

@@ -105,7 +105,7 @@ class Keeper:
             type(tensor) is torch.Tensor
             and tensor.layout is torch.strided
             and tensor.nbytes >= MIN_BYTES
-            and not tensor.is_neg()
+            and not (tensor.is_neg() or tensor.is_conj())
             and not self._owned.holds(tensor)
             and not self._owned.copied(tensor)
             and not saves_early(saver.f_code)

@@ -132,7 +132,7 @@ class Late:
         self._noted: WeakValueDictionary[int, Noted] = WeakValueDictionary()
         self._count = 0
         self._process = os.getpid()
-        self._thread: int | None = None
+        self._thread: threading.Thread | None = None
 
     def check(self, *, on: bool) -> None:
         """Refuse to begin or to end where that would disturb other hooks.
@@ -140,6 +140,8 @@ class Late:
         Raises:
             CompositionError: with the reason.
         """
+        if self._thread is not None and not self._thread.is_alive():
+            self._thread = None  # its hooks have gone with it
         top = top_hooks()
         is_top = top is not None and top[0] == self._pack
         if self._thread is None and on and top is not None:
@@ -149,7 +151,7 @@ class Late:
                 " region...). They nest: call it outside of the block."
             )
         if self._thread is not None and not on:
-            if threading.get_ident() != self._thread:
+            if threading.current_thread() is not self._thread:
                 raise CompositionError(
                     'on_oom="offload" is left in another thread than it was entered in; what'
                     " forward passes save is noted by thread. Call xmem.pool.configure there."
@@ -162,9 +164,11 @@ class Late:
 
     def begin(self, depot: Depot) -> None:
         """Note from now on what is saved in this thread; see `check`."""
-        self.depot, self.failure = depot, None
+        if self.failure is not None or self._process != os.getpid():
+            self._noted.clear()  # it would go to a depot that takes nothing
+        self.depot, self.failure, self._process = depot, None, os.getpid()
         if self._thread is None:
-            self._thread, self._process = threading.get_ident(), os.getpid()
+            self._thread = threading.current_thread()
             torch._C._autograd._push_saved_tensors_default_hooks(self._pack, recall)
 
     def end(self) -> None:

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from xmem.containers import leaves
-from xmem.errors import CapabilityError, UsageError
+from xmem.errors import CapabilityError, CompositionError, UsageError
 from xmem.predicting import Prediction
 from xmem.randomness import Streams
 from xmem_torch.fakes import Fakes, held_by, mode_of, state_of
@@ -31,8 +31,13 @@ from xmem_torch.followed import Followed
 from xmem_torch.masters import parameters_of
 from xmem_torch.measure import Measure
 from xmem_torch.reach import reach, stream_kinds
+from xmem_torch.streamed_states import is_streamed
 
 _REMEDY = "Run it instead: xmem.profile(model, batch, loss_fn), or a step inside xmem.measure()."
+_AWAY = (
+    "the optimizer's states are away (xmem.offload_optimizer), and a step that is followed without"
+    " memory would read them: call undo() of the receipt first, or run a step inside xmem.measure()"
+)
 _NO_DATA = (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -58,6 +63,8 @@ class Predict:
         self, model: Any, batch: Any, loss_fn: LossFunction, optimizer: Any = None
     ) -> Prediction:
         """Predict a step; see `xmem.predict`."""
+        if optimizer is not None and is_streamed(optimizer):
+            raise CompositionError(_AWAY)
         modules = list(dict.fromkeys([*model.modules(), *reach(loss_fn).modules]))
         held = held_by(modules)
         _refuse_hooks(held)

@@ -1,4 +1,4 @@
-"""Where packing what backward reads would do harm, and how that is recognised (PyTorch 2.13)."""
+"""Where to treat what backward reads would do harm, and how that is recognised (PyTorch 2.13)."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ _IN_REGION = (
 )
 _PLANNED = (
     "{} is planned (xmem.plan): it holds what its plan says by itself, past saved-tensor hooks, so"
-    " there is little left to compress. Take one of the two; receipt.undo() takes the plan off."
+    " there is little left for xmem.compress_activations or xmem.offload_activations. Take one of"
+    " the two: receipt.undo() takes the plan off. A plan of xmem.profile(..., compress=(8,),"
+    " offload='disk') does both by itself."
 )
 _COMPILED = (
     "{} is compiled by torch.compile, which decides for itself what is saved. Take one of the two:"
-    " leave out torch.compile, or xmem.compress_activations."
+    " leave out torch.compile, or xmem.compress_activations and xmem.offload_activations."
 )
 
 
@@ -37,11 +39,11 @@ def refuse_here() -> None:
         CompositionError: with the reason.
     """
     if torch.compiler.is_compiling():
-        raise CompositionError(_COMPILED.format("what enters xmem.compress_activations"))
+        raise CompositionError(_COMPILED.format("what enters the block"))
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise CompositionError(
-            "xmem.compress_activations is entered inside a transform of torch.func, which supports"
-            " no saved-tensor hooks. Use torch.autograd instead."
+            "xmem.compress_activations or xmem.offload_activations is entered inside a transform"
+            " of torch.func, which supports no saved-tensor hooks. Use torch.autograd instead."
         )
     hooks = top_hooks()
     if hooks is not None and getattr(hooks[0], "__module__", "") in _REGIONS:

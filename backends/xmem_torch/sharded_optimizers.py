@@ -29,6 +29,7 @@ from xmem_torch.communication import counted
 from xmem_torch.data_parallel import is_averaged
 from xmem_torch.masters import are_masters, parameters_of
 from xmem_torch.norms import parts_of
+from xmem_torch.streamed_parameters import brought_in
 
 _TOGETHER_BYTES = 2**20  # small parameters are sent together; larger ones take no buffer
 _NOT_AVERAGED = (
@@ -89,7 +90,8 @@ class Shares:
                     for p, o in zip(parameters, owners, strict=True)
                     if o == owner and p.grad is not None
                 ]
-                _send(owned, owner)
+                with brought_in(owned):
+                    _send(owned, owner)
 
     def _put_back(self) -> None:
         while self._aside:

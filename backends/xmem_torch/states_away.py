@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -72,10 +73,11 @@ class Part:
 
         The memory is unmapped when nothing refers to it any more.
         """
-        library = native.load()
+        if self.held is not None:
+            return None
         nbytes = self.count * like.dtype.itemsize
-        address = library.xmem_depot_map(self._depot.address, self._number)
-        if self.held is not None or not address:
+        address = native.load().xmem_depot_map(self._depot.address, self._number)
+        if not address:
             return None
         memory = (ctypes.c_char * nbytes).from_address(address)
         weakref.finalize(memory, _unmap, self._depot, nbytes, address)
@@ -113,6 +115,12 @@ class Away:
         sizes = zip(self.bounds, self.bounds[1:], strict=False)
         self.parts = [Part(depot, stop - start) for start, stop in sizes]
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"{name!r} of a state that is away (xmem.offload_optimizer): optimizer.state_dict() has"
+            " the values; undo() of the receipt brings them back"
+        )
+
     def __repr__(self) -> str:
         size = f"shape={tuple(self.shape)}, {self.dtype}, parts={len(self.parts)}"
         return f"Away({size}; optimizer.state_dict() holds the values)"
@@ -126,11 +134,21 @@ class Away:
         """Return the part that begins there."""
         return self.parts[self.bounds.index(start)]
 
+    def is_for(self, value: torch.Tensor) -> bool:
+        """Say whether a new value is of the same kind."""
+        kind = self.shape, self.dtype, self.device
+        return kind == (value.shape, value.dtype, value.device)
+
     def hold(self, value: torch.Tensor) -> None:
         """Take a new value; it is on the device until `store`."""
+        if value.stride() != self.stride:
+            laid_out = self.shaped(
+                torch.empty(self.bounds[-1], dtype=self.dtype, device=self.device)
+            )
+            value = laid_out.copy_(value)
         # A part that is held must not keep the others in memory.
         whole = len(self.parts) == 1
-        flat = flattened(value if value.stride() == self.stride else value.contiguous())
+        flat = flattened(value)
         for part, start, stop in zip(self.parts, self.bounds, self.bounds[1:], strict=False):
             part.held = flat if whole else flat[start:stop].clone()
 

@@ -12,6 +12,7 @@ import torch
 from xmem.codec import packed_bytes
 from xmem.offload import blocks
 from xmem_torch import few_bits, states
+from xmem_torch.left import HALF_TYPES
 from xmem_torch.states_away import Away, Part, is_dense
 from xmem_torch.streamed_parameters import are_away
 
@@ -31,6 +32,9 @@ ELEMENTWISE: Mapping[type, Callable[[Mapping[str, Any]], int]] = {
     torch.optim.Rprop: lambda group: 2,
 }
 """Rules that treat each element alone, and how many states of a parameter's size they keep."""
+
+
+_PLAIN = (torch.nn.Parameter, torch.Tensor)
 
 
 @dataclass
@@ -98,14 +102,13 @@ class Blocks:
 
     def is_elementwise(self, place: Place) -> bool:
         """Say whether a parameter may be stepped in parts."""
-        p = place[1]
-        if self.kind not in ELEMENTWISE or not is_dense(p) or p.is_complex():
+        p, g = place[1], place[1].grad
+        if self.kind not in ELEMENTWISE or not _is_plain(p) or not is_dense(p) or p.is_complex():
             return False
-        g = p.grad
-        if g is None:
-            return True
-        alike = g.layout is torch.strided and g.stride() == p.stride() and g.dtype == p.dtype
-        return alike and type(p) in (torch.nn.Parameter, torch.Tensor)
+        # PyTorch rounds half numbers otherwise at the ends of what threads and vectors take.
+        if p.dtype in HALF_TYPES and p.device.type == "cpu":
+            return False
+        return g is None or (_is_plain(g) and g.stride() == p.stride() and g.dtype == p.dtype)
 
     def too_large(self, optimizer: Any) -> list[int]:
         """Return the bytes of states that are larger than a block, and are there at once."""
@@ -123,7 +126,7 @@ class Blocks:
         state = optimizer.state.get(p)
         if state:
             return sum(v.nbytes for v in state.values() if isinstance(v, Away) or goes(v))
-        like = p if p.grad is None else p.grad
+        like = p.grad if p.grad is not None and _is_plain(p.grad) else p
         if like.numel() <= 1:
             return 0
         if issubclass(self.kind, few_bits.Optimizer):
@@ -136,8 +139,12 @@ class Blocks:
 
 
 def goes(value: Any) -> bool:
-    """Say whether a value of a state is worth moving: counters stay."""
-    return isinstance(value, torch.Tensor) and value.numel() > 1
+    """Say whether a value of a state is worth moving, and can be: counters stay."""
+    return isinstance(value, torch.Tensor) and _is_plain(value) and value.numel() > 1
+
+
+def _is_plain(tensor: Any) -> bool:
+    return type(tensor) in _PLAIN and tensor.layout is torch.strided
 
 
 def places_of(optimizer: Any) -> list[Place]:

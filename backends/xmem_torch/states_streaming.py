@@ -3,8 +3,8 @@
 Parameters of a block step by the framework's own `step`, on a shallow copy of the optimizer that
 has only them; xmem's own by their `update`. One whose states are larger than a block steps in parts
 where its rule treats each element alone (`ELEMENTWISE`): tensors that are parts of its memory, of
-its gradient's and of its states' take its place. States in few bits that are larger are used where
-they are stored, through a mapping, on a CPU.
+its gradient's and of its states' take its place. Others that are larger are used where they are
+stored, through a mapping, on a CPU.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from xmem_torch import few_bits
 from xmem_torch.states_away import Away, flattened
 from xmem_torch.states_blocks import Blocks, Job, Place, goes, places_of
 from xmem_torch.streamed_parameters import brought_in
+from xmem_torch.streamed_pieces import raise_behind
 
 
 class Streaming:
@@ -42,17 +43,18 @@ class Streaming:
         self.block_bytes = block_bytes
         self.blocks = Blocks(kind, max(block_bytes // 2, 1))
         self._failure: OffloadError | None = None
-        self._told = False
+        self._untold: OffloadError | None = None
         self._before: dict[str, Any] = {}
         self._made: dict[str, Away] = {}
         self._mapped: list[torch.Tensor] = []
 
     def step(self, optimizer: Any, places: Sequence[Place]) -> None:
-        """Step parameters, block by block.
+        """Step parameters, block by block; `raise_failure` says what could not be stored.
+
+        That is on the device then, and the next steps go on without storing.
 
         Raises:
-            OffloadError: some states could not be stored. They are on the device, all parameters
-                have been stepped, and the next steps go on without storing.
+            OffloadError: some states do not come back.
         """
         with ExitStack() as here:  # the parameter that is stepped in parts stays in meanwhile
             blocks.stream(
@@ -61,24 +63,18 @@ class Streaming:
                 step=lambda job, loaded: self._step(optimizer, job, loaded, here),
                 write=self._write,
             )
-        self.raise_failure()
+        if torch._C._current_graph_task_id() != -1:  # one of many steps, which nobody waits for
+            self.raise_failure()
 
     def raise_failure(self) -> None:
-        """Say once that something could not be stored.
+        """Say once that something could not be stored; behind a backward that runs.
 
         Raises:
             OffloadError: see `step`.
         """
-        if self._failure is not None and not self._told:
-            self._told = True
-            if torch._C._current_graph_task_id() == -1:
-                raise self._failure
-            # Raised at backward's end: the other parameters are to step in it too.
-            torch.autograd.Variable._execution_engine.queue_callback(self._raise)
-
-    def _raise(self) -> None:
-        assert self._failure is not None
-        raise self._failure
+        error, self._untold = self._untold, None
+        if error is not None:
+            raise_behind(error)
 
     def _read(self, optimizer: Any, job: Job) -> list[dict[str, Any]]:
         """Return the states of a job's parameters, those that stay left out."""
@@ -109,15 +105,20 @@ class Streaming:
         parameters = [p for _, p, _ in job.places]
         if job.bounds is not None:
             if job.first:
-                here.enter_context(brought_in(parameters))
+                here.enter_context(brought_in(parameters, self._note))
                 self._before = dict(optimizer.state.get(parameters[0], {}))
-            self._step_part(optimizer, job, loaded[0])
+            try:
+                self._step_part(optimizer, job, loaded[0])
+            except BaseException:
+                if not self._before:  # no state is there of some parts only
+                    optimizer.state.pop(parameters[0], None)
+                raise
             if job.last:
                 here.close()
             return
         aways = [dict(optimizer.state.get(p, {})) for p in parameters]
         self._mapped = job.mapped
-        with brought_in(parameters):
+        with brought_in(parameters, self._note):
             for p, values in zip(parameters, loaded, strict=True):
                 if values:
                     optimizer.state[p].update(values)
@@ -142,6 +143,7 @@ class Streaming:
                 found = away.parts[0].zeros(away)
             except OffloadError as error:
                 self._failure = error
+                self._note(error)
             else:
                 self._made[name] = away
                 self._mapped.append(found)
@@ -209,7 +211,7 @@ class Streaming:
             if not goes(value):
                 continue
             away = before.get(name) or self._made.pop(name, None)
-            if not isinstance(away, Away) or away.shape != value.shape:
+            if not isinstance(away, Away) or not away.is_for(value):
                 fits = value.numel() == bounds[-1]
                 away = Away(value, self.depot, bounds if fits else (0, value.numel()))
             state[name] = away
@@ -239,7 +241,11 @@ class Streaming:
                 part.store()
             except OffloadError as error:
                 self._failure = error
+                self._note(error)
                 return
+
+    def _note(self, error: OffloadError) -> None:
+        self._untold = self._untold or error
 
 
 def is_own(function: Any) -> bool:

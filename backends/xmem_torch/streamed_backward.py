@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from xmem.containers import leaves
-from xmem.errors import CompositionError
-from xmem_torch.streamed_pieces import Piece, give_all, lock, take_all
+from xmem.errors import CompositionError, OffloadError
+from xmem_torch.streamed_pieces import Piece, give_all, lock, raise_behind, take_all
 
 if TYPE_CHECKING:
     from xmem_torch.streamed_calls import StreamedLayer
@@ -100,6 +100,8 @@ class Backward:
                         and there.call is not call
                     )
                 )
+            except OffloadError as error:  # the parameters before are to step in backward, too
+                raise_behind(error)
             finally:
                 if not any(there.call is call for there in self._there):
                     take_all(call.pieces)

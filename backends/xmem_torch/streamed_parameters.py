@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from xmem.errors import CompositionError, UsageError
+from xmem.errors import CompositionError, OffloadError, UsageError
 from xmem.layouts import Named
 from xmem.offload.depot import Depot
 from xmem.offload.layers import Layer, Stays, find_layers, make_receipt
@@ -30,7 +30,7 @@ from xmem_torch.forwards import rebuild
 from xmem_torch.local_parts import is_spread
 from xmem_torch.masters import master_of, parameters_of
 from xmem_torch.streamed_calls import StreamedLayer, StreamedModel
-from xmem_torch.streamed_pieces import Piece, holding, piece_of, pieces_of
+from xmem_torch.streamed_pieces import Piece, holding, piece_of, pieces_of, raise_behind
 
 _NEVER_CALLED = (
     nn.ParameterList,
@@ -63,9 +63,11 @@ def are_away(parameters: Sequence[Any]) -> bool:
     return bool(pieces_of(parameters))
 
 
-def brought_in(parameters: Sequence[Any]) -> AbstractContextManager[None]:
+def brought_in(
+    parameters: Sequence[Any], failed: Callable[[OffloadError], None] = raise_behind
+) -> AbstractContextManager[None]:
     """Have these parameters on the device inside the block; changes are stored at its end."""
-    return holding(parameters)
+    return holding(parameters, failed)
 
 
 def _apply(
@@ -213,7 +215,7 @@ def _obstacle(p: Any, buffers: set[int]) -> str | None:
     if p.is_shared() and p.device.type == "cpu":
         return "its memory is shared with other processes"
     if not storage.resizable():
-        return "its memory is not PyTorch's own"
+        return "its memory is numpy's too, or another library's (a clone() has its own)"
     return None
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
@@ -175,17 +175,22 @@ class Piece:
         return same
 
     def _check_parameters(self) -> bool:
-        """Let go of parameters that were given other memory; False if none is left."""
+        """Let go of parameters whose memory is not ours alone now; False if none is left."""
+        shared = not self.storage.resizable()  # numpy() was called
         for reference in self._parameters:
             p = reference()
-            if p is not None and not self._is_of(p) and _pieces.pop(p, None) is not None:
-                warnings.warn(
-                    f"a parameter of shape {tuple(p.shape)} was given other memory (.data = ...)"
-                    " since xmem.offload_parameters: it stays on the device from now on",
-                    XmemWarning,
-                    stacklevel=2,
-                )
-        return bool(self.parameters())
+            if p is None or (self._is_of(p) and not shared) or _pieces.pop(p, None) is None:
+                continue
+            how = (
+                "shares its memory with numpy" if shared else "was given other memory (.data = ...)"
+            )
+            warnings.warn(
+                f"a parameter of shape {tuple(p.shape)} {how} since xmem.offload_parameters: it"
+                " stays on the device from now on",
+                XmemWarning,
+                stacklevel=2,
+            )
+        return bool(self.parameters()) and not shared
 
 
 def piece_of(parameter: Any) -> Piece | None:
@@ -226,12 +231,37 @@ def give_all(pieces: Iterable[Piece], *, changed: bool = False) -> None:
         raise first
 
 
+def raise_behind(error: OffloadError) -> None:
+    """Raise at the end of the backward that runs, which goes on till then; now where none does.
+
+    Raises:
+        OffloadError: it.
+    """
+    if torch._C._current_graph_task_id() == -1:
+        raise error
+
+    def late() -> None:
+        raise error
+
+    torch.autograd.Variable._execution_engine.queue_callback(late)
+
+
 @contextmanager
-def holding(parameters: Sequence[Any]) -> Iterator[None]:
-    """Have parameters on the device inside the block; they are stored behind it."""
+def holding(
+    parameters: Sequence[Any], failed: Callable[[OffloadError], None] = raise_behind
+) -> Iterator[None]:
+    """Have parameters on the device inside the block; they are stored behind it.
+
+    Args:
+        parameters: others than those that are away do no harm.
+        failed: is told when they could not be stored; they stay on the device.
+    """
     pieces = pieces_of(parameters)
     take_all(pieces)
     try:
         yield
     finally:
-        give_all(pieces, changed=True)
+        try:
+            give_all(pieces, changed=True)
+        except OffloadError as error:
+            failed(error)

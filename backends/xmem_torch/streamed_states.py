@@ -22,6 +22,7 @@ from xmem.offload.depot import Depot
 from xmem.receipts import Receipt
 from xmem.sizes import format_size
 from xmem_torch import few_bits, states
+from xmem_torch.local_parts import is_spread
 from xmem_torch.states_away import Away
 from xmem_torch.states_blocks import places_of
 from xmem_torch.states_streaming import Streaming
@@ -85,8 +86,10 @@ def offload(optimizer: Any, depot: Depot, *, block_bytes: int) -> Receipt:
         )
 
     def undo() -> None:
-        if vars(optimizer).get(_STREAMING) is streaming:
+        # Another one with the same depot is there once the optimizer has been quantized.
+        if is_streamed(optimizer) and streaming_of(optimizer).depot is depot:
             _end(optimizer)
+            depot.close()
 
     return Receipt(
         technique="offload_optimizer",
@@ -186,11 +189,23 @@ def _streamed(kind: type) -> type:
 
     own: dict[str, Any] = {"__module__": kind.__module__, "__doc__": kind.__doc__}
     if issubclass(kind, few_bits.Optimizer):
-        own.update(update=update, held=held)
+        own.update(update=update, held=held, step=_saying(kind.step))
     else:
-        own["step"] = torch.optim.Optimizer.profile_hook_step(step)
-        own["step"].hooked = True
+        own["step"] = _saying(torch.optim.Optimizer.profile_hook_step(step))
     return type(kind.__name__, (_Streamed, kind), own)
+
+
+def _saying(hooked: Any) -> Any:
+    """Return a step that says what could not be stored when the hooks behind it have run, too."""
+    hooked.hooked = True  # for PyTorch, which would hook it anew
+
+    @functools.wraps(hooked)
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = hooked(self, *args, **kwargs)
+        streaming_of(self).raise_failure()
+        return loss
+
+    return step
 
 
 def _check(optimizer: Any) -> None:
@@ -206,6 +221,14 @@ def _check(optimizer: Any) -> None:
             f"{kind.__module__}.{kind.__name__} may look at all parameters at once; torch.optim's"
             " optimizers (but LBFGS) and those of xmem.optim can be streamed block by block"
         )
+    for _, p, _ in places_of(optimizer):
+        if torch.nn.parameter.is_lazy(p):
+            raise UsageError("a parameter of the optimizer has no size yet: run the model once")
+        if is_spread(p):
+            raise CompositionError(
+                "the optimizer's parameters are spread over ranks (xmem.distributed.shard_model),"
+                " and each rank has its part of their states only: leave offload_optimizer out"
+            )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise CompositionError(
             "differentiable=True: autograd goes through the states of earlier steps, which must"

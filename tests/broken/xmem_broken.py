@@ -331,6 +331,15 @@ class NoopOffload(PolicyLie):
     policy = Staying
 
 
+class StaleOffload(Delegate):
+    """Offload whose bytes do not come back: backward reads memory as it was made (PyTorch)."""
+
+    def __init__(self, real):
+        super().__init__(real)
+        away = importlib.import_module("xmem_torch.away")
+        away.Aside._fetch = lambda self, fetch=away.Aside._fetch: fetch(self).zero_()
+
+
 class OtherStep(Delegate):
     """A step on states that are away, by another rule than the optimizer's."""
 
@@ -530,6 +539,7 @@ LIES = {
     "stuck_compression": ("saved", StuckSaved),
     "coarse_compression": ("saved", CoarseSaved),
     "noop_offload": ("saved", NoopOffload),
+    "stale_offload": ("saved", StaleOffload),
     "other_step": ("offload", OtherStep),
     "resident_states": ("offload", ResidentStates),
     "resident_parameters": ("offload", ResidentParameters),

@@ -127,3 +127,21 @@ def test_executing_calls_are_jittors_own_when_no_depot_lives(backend):
     assert now() != own
     xmem.pool.configure(on_oom="raise")
     assert now() == own
+
+
+def test_an_error_that_nobody_converted_is_not_taken_for_a_later_one(backend):
+    """The function had been looked up before there was a depot."""
+    import jittor as jt
+
+    own, net, x = jt.sync, chain(4, 128), normal(1024, 128)
+    with Leaving(min_bytes=64 << 10) as block:
+        loss = (net(x) ** 2).mean()
+    with files_of_at_most(MIB // 2), pytest.raises(RuntimeError, match="could not be stored"):
+        own([loss])
+    large = jt.ones((256, 256))
+    backend.measure.set_limit(backend.measure.counters().allocated_bytes)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        large.sync()
+    backend.measure.set_limit(None)
+    assert isinstance(block.depot.failure, xmem.OffloadError)
+    gradients(loss, trained(net))

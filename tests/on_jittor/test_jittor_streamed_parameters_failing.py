@@ -10,6 +10,7 @@ import pytest
 from chain import chain, normal, trained
 from streaming import descend, furthest, network, noted, offload, tokens, values
 
+import xmem
 from xmem.errors import OffloadError
 
 
@@ -110,3 +111,26 @@ def test_a_layer_that_does_not_fit_raises_and_can_run_later(backend):
         y.sync()
     backend.measure.set_limit(None)
     assert (y.numpy() == expected).all()
+
+
+@pytest.mark.parametrize("what", ["parameters", "states"])
+def test_an_undo_that_does_not_fit_raises_and_can_be_called_again(backend, what):
+    import jittor as jt
+
+    net, x = chain(4, 256), normal(4, 256)
+    optimizer = jt.optim.Adam(trained(net), 1e-3)
+    xmem.backward((net(x) ** 2).mean(), optimizer)
+    xmem.optimizer_step(optimizer)
+    xmem.zero_grad(optimizer)
+    before, expected = values(net), net(x).numpy()
+    receipt = offload(net) if what == "parameters" else xmem.offload_optimizer(optimizer, "disk")
+    gc.collect()
+    jt.sync_all(True)
+    backend.measure.set_limit(backend.measure.counters().allocated_bytes + (300 << 10))
+    with pytest.raises(xmem.OutOfMemoryError, match="do not fit on the device"):
+        receipt.undo()
+    backend.measure.set_limit(None)
+    assert (net(x).numpy() == expected).all(), "some of them are back"
+    receipt.undo()
+    assert furthest(values(net), before) == 0
+    receipt.undo()

@@ -223,6 +223,7 @@ def test_an_optimizer_is_quantized_before_or_after() -> None:
     for order in ("plain", "before", "after"):
         optimizer = KINDS["AdamW"](parameters())
         step(optimizer, 0)
+        jt.sync_all()  # or the plain one's two steps are fused
         if order == "after":
             offload(optimizer)
         xmem.quantize_optimizer(optimizer)
@@ -243,7 +244,6 @@ def test_a_full_disk_loses_nothing_and_training_goes_on(kind: str) -> None:
     jt.sync_all()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     receipt = offload(streamed)
-    stored = xmem.pool.stats().allocated_bytes
     step(plain, 1)
     xmem.backward(loss_of(streamed, 1), streamed)
     for group in streamed.param_groups:  # as after loading: states that are to be stored anew
@@ -255,7 +255,7 @@ def test_a_full_disk_loses_nothing_and_training_goes_on(kind: str) -> None:
             xmem.optimizer_step(streamed)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert on_device(streamed) > 0, stored
+    assert on_device(streamed) > 0
     assert_same(plain, streamed)
     step(plain, 2)
     xmem.zero_grad(streamed)

@@ -120,6 +120,31 @@ def start():
     return float((whole - first).abs().max())
 
 
+def streamed():
+    """States of a share of the parameters, in a file: how far that is from shares in memory."""
+    found = []
+    for order in ("in memory", "streamed first", "shared first", "parameters, too"):
+        trained = model()
+        chosen = optimizer(trained.parameters())
+        if order == "streamed first":
+            xmem.offload_optimizer(chosen, "disk", block="16KiB")
+        chosen = xd.shard_optimizer(chosen)
+        if order in ("shared first", "parameters, too"):
+            xmem.offload_optimizer(chosen, "disk", block="16KiB")
+        called = xd.data_parallel(trained, chosen)
+        receipt = xmem.offload_parameters(trained, "disk") if "too" in order else None
+        train(called, chosen, steps=range(3))
+        if receipt is not None:
+            receipt.undo()
+        found.append(torch.cat([p.detach().flatten() for p in trained.parameters()]))
+    return [float((other - found[0]).abs().max()) for other in found[1:]]
+
+
+def streamed_parts():
+    _, chosen = share("zero3", model())
+    xmem.offload_optimizer(chosen, "disk")
+
+
 CHECKS = {
     "shares": shares,
     "not averaged": not_averaged,
@@ -136,4 +161,6 @@ CHECKS = {
     "looked at": looked_at,
     "tied": tied,
     "start": start,
+    "streamed": streamed,
+    "streamed parts": streamed_parts,
 }

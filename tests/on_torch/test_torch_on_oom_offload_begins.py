@@ -2,6 +2,7 @@
 
 import gc
 import os
+import resource
 import threading
 import warnings
 
@@ -83,6 +84,51 @@ def test_a_forked_child_moves_nothing(pool):
     assert os.waitpid(child, 0)[1] == 0
     assert pool._control._late.make_room(0, 100 * MB) == 8 * MB
     loss.backward()
+
+
+def test_what_a_thread_that_has_ended_began_can_be_ended_and_begun_anew(pool):
+    limit = allocated(pool) + 100 * MB
+
+    def begin():
+        xmem.pool.configure(limit=limit, on_oom="offload")
+
+    for ending in ("raise", "offload"):
+        thread = threading.Thread(target=begin)
+        thread.start()
+        thread.join()
+        xmem.pool.configure(on_oom=ending)
+        loss, _ = saved_by(4)
+        freed = pool._control._late.make_room(0, 100 * MB)
+        assert freed == (8 * MB if ending == "offload" else 0)
+        loss.backward()
+
+
+def test_configure_goes_on_after_a_full_disk_and_in_a_forked_child(pool):
+    """Both have a scratch file that takes nothing; asking for it again makes another one."""
+    xmem.pool.configure(limit=allocated(pool) + 300 * MB, on_oom="offload")
+    late, before = pool._control._late, resource.getrlimit(resource.RLIMIT_FSIZE)
+    old, _ = saved_by(4)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MB, before[1]))
+    try:
+        assert late.make_room(0, 100 * MB) == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert isinstance(pool._control.failure, OffloadError)
+    xmem.pool.configure(on_oom="offload")
+    assert pool._control.failure is None
+    loss, w = saved_by(4)
+    assert late.make_room(0, 100 * MB) == 8 * MB
+    child = os.fork()
+    if not child:
+        torch.set_num_threads(1)  # those of the parent are not here
+        xmem.pool.configure(on_oom="offload")
+        own, v = saved_by(4)
+        freed = late.make_room(0, 100 * MB)
+        own.backward()
+        os._exit(freed != 8 * MB or v.grad != pytest.approx(torch.e * MB))
+    assert os.waitpid(child, 0)[1] == 0
+    (old + loss).backward()
+    assert w.grad == pytest.approx(torch.e * MB)
 
 
 def test_a_diagnosis_names_it_where_it_is_not_in_force(pool):

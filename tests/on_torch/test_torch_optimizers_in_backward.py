@@ -24,6 +24,7 @@ MAKERS = {
     "torch AdamW fused": lambda p: torch.optim.AdamW(p, 1e-3, fused=True),
     "torch SGD": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
     "torch RMSprop": lambda p: torch.optim.RMSprop(p, 1e-3),
+    "torch Adafactor": lambda p: torch.optim.Adafactor(p),
     "xmem AdamW": lambda p: optim.AdamW(p, 1e-3),
     "xmem AdamW 4": lambda p: optim.AdamW(p, 1e-3, state_bits=4),
     "xmem Adafactor": lambda p: optim.Adafactor(p, beta1=0.9),

@@ -133,12 +133,17 @@ def test_a_step_with_gradients_that_nobody_averages_warns_once(own):
         ("of data-parallel", "CompositionError", "shard the plain model"),
         ("wrapped after", "CompositionError", "without data_parallel"),
         ("a list of modules", "UsageError", "is never called itself"),
+        ("streamed parts", "CompositionError", "leave offload_optimizer out"),
         ("tied", "CompositionError", "layers.1.expand.weight and layers.0.expand.weight are one"),
         ("named blocks", "CollectiveMismatchError", "layers.1"),
     ],
 )
 def test_what_cannot_be_shared_is_refused_with_the_reason(own, what, kind, text):
     assert refused(own[what], text, kind)
+
+
+def test_shares_of_states_in_a_file_are_those_in_memory(own):
+    assert own["streamed"] == [0.0, 0.0, 0.0]
 
 
 def test_a_look_at_the_model_without_gradients_changes_no_training(own):

@@ -28,6 +28,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import xmem
+import xmem.distributed as xd
 from xmem import CompositionError, OffloadError, UsageError
 
 pytestmark = pytest.mark.usefixtures("backend")
@@ -76,6 +77,21 @@ def test_state_dict_holds_the_values_and_load_state_dict_takes_them(tied):
     check_gradients(other, model, lambda m: loss_of(m, tokens()))
     receipt.undo()
     assert same(list(model.parameters()), list(other.parameters()))
+
+
+def test_a_full_state_is_taken_up():
+    plain, model = pair()
+    other = GPT()
+    xd.init()
+    away(model)
+    try:
+        state = xd.full_state(other)
+        assert same(list(xd.full_state(model)["model"].values()), list(plain.state_dict().values()))
+        xd.load_full_state(model, None, state)
+    finally:
+        xd.destroy()
+    assert held_bytes(model) == 0
+    assert same(list(model.state_dict().values()), list(other.state_dict().values()))
 
 
 def test_states_that_cannot_be_are_refused_and_nothing_changes():
@@ -175,7 +191,7 @@ def test_some_parameters_stay_and_the_receipt_says_why():
     receipt = away(model)
     assert "layer.weight: a buffer lies in the same memory" in receipt.note
     assert "shared: its memory is shared with other processes" in receipt.note
-    assert "foreign: its memory is not PyTorch's own" in receipt.note
+    assert "foreign: its memory is numpy's too" in receipt.note
     assert held_bytes(model) == 4 * (64 + 4 + 5)
     losses = [plain(), model()]
     for loss in losses:
@@ -254,6 +270,25 @@ def test_a_parameter_that_is_given_other_memory_stays():
     assert torch.equal(model.norm.weight, new)
     receipt.undo()
     assert torch.equal(model.norm.weight, new)
+
+
+def test_a_parameter_that_numpy_has_got_stays():
+    plain, model = pair(layers=1)
+    plain.head.weight.detach().numpy()
+    assert "head.weight: its memory is numpy's too" in away(plain).note
+    receipt, arrays = away(model), []
+    model.norm.register_forward_hook(lambda m, *_: arrays.append(m.weight.detach().numpy()))
+    with pytest.warns(xmem.XmemWarning, match=r"shares its memory with numpy"):
+        model(tokens())
+    model(tokens())
+    with torch.no_grad():
+        model.norm.weight.fill_(3)
+    assert all((array == 3).all() for array in arrays)
+    assert torch.equal(model.state_dict()["norm.weight"], model.norm.weight)
+    assert held_bytes(model) == model.norm.weight.nbytes
+    receipt.undo()
+    assert torch.equal(model.head.weight, plain.state_dict()["head.weight"])
+    assert (model.norm.weight == 3).all()
 
 
 def test_a_change_in_place_between_forward_and_backward_is_refused_by_autograd():

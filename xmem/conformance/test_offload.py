@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ import pytest
 import xmem
 from xmem.conformance.plugin import need
 from xmem.conformance.small import SmallRun, relative_error, small_workload
+from xmem.offload import activations
 from xmem.offload.depot import Depot
 
 if TYPE_CHECKING:
@@ -171,6 +173,23 @@ def test_a_directory_that_is_missing_is_refused_before_anything_changes(
         xmem.offload_optimizer(run.optimizer, "disc")  # type: ignore[arg-type]
 
 
+def test_going_to_the_host_is_warned_of_at_the_users_line(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU, where it saves no memory of the machine."""
+    if backend.device != "cpu":
+        pytest.skip("the host's memory is another one")
+    run = _run(backend)
+    monkeypatch.setattr(activations, "_open", {})
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        xmem.offload_optimizer(run.optimizer, "host").undo()
+        xmem.offload_parameters(run.model, "host").undo()
+        with xmem.offload_activations("host", model=run.model):
+            run.loss()
+    assert [w.filename for w in found if "to='host'" in str(w.message)] == [__file__] * 3
+
+
 def test_an_optimizer_whose_states_are_away_steps_as_without(
     backend: Backend, depots: list[Depot]
 ) -> None:
@@ -222,10 +241,12 @@ def test_a_model_whose_parameters_are_away_computes_the_same(
     receipt = xmem.offload_parameters(run.model, "disk")
     assert receipt.technique == "offload_parameters"
     assert receipt.applied_to
+    already = sum(d.stats.read_bytes for d in depots)
     with xmem.inference(run.model):
         for _ in range(2):
             assert run.backend.models.item(run.loss()) == pytest.approx(plain, rel=1e-7)
-    assert sum(d.stats.read_bytes for d in depots) >= sum(w.nbytes for w in before.values())
+    found = sum(d.stats.read_bytes for d in depots) - already
+    assert found >= sum(w.nbytes for w in before.values()), "they were not away"
     receipt.undo()
     assert relative_error(_parameters(run), before) == 0
     run.step()

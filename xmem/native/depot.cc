@@ -9,12 +9,9 @@
 #include <cerrno>
 #include <cstdint>
 #include <cstring>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <new>
-#include <system_error>
-#include <thread>
 #include <unordered_map>
 
 #include <fcntl.h>
@@ -23,14 +20,12 @@
 #include <sys/vfs.h>
 #include <unistd.h>
 
+#include "depot_room.h"
+
 namespace {
 
-constexpr int64_t kPage = 4096;
-constexpr int64_t kWorthHalving = 1 << 20;
-constexpr int kFailedBefore = -1, kShort = -2, kUnknown = -3, kOtherSize = -4, kClosed = -5;
+constexpr int kFailedBefore = -1, kUnknown = -3, kOtherSize = -4, kClosed = -5;  // kShort: -2
 constexpr long kTmpfs = 0x01021994, kRamfs = 0x858458f6;  // statfs(2)
-
-int64_t rounded(int64_t bytes, int64_t unit) { return (bytes + unit - 1) / unit * unit; }
 
 struct Held {
     int64_t offset;  // in the file
@@ -39,127 +34,22 @@ struct Held {
 };
 
 struct Depot {
-    int file;  // negative: memory
-    int64_t growth;
+    Room room;  // without a file: memory
     std::mutex lock;
     std::unordered_map<int64_t, Held> held;
-    std::map<int64_t, int64_t> gaps;  // offset -> bytes, none beside another
-    int64_t size = 0, used = 0;       // of the file: what it has, and up to where it was given out
     int64_t stored = 0, peak = 0, written = 0, read = 0;
     int failed = 0;
 };
 
-// Gives the file blocks on the disk up to `end`, so that a full disk is known here.
-int extend(Depot& depot, int64_t end) {
-    int error;
-    do error = posix_fallocate(depot.file, depot.size, end - depot.size);
-    while (error == EINTR);
-    // A file system that cannot: writing will find out.
-    if (error == EINVAL || error == EOPNOTSUPP || error == ENOSYS) {
-        error = ftruncate(depot.file, end) ? errno : 0;
-    }
-    if (error == 0) {
-        depot.size = end;
-    } else if (ftruncate(depot.file, depot.size)) {  // blocks that it got before it failed
-        return error;
-    }
-    return error;
-}
-
-int grow(Depot& depot, int64_t least) {
-    const int64_t want = rounded(least, depot.growth);
-    const int error = extend(depot, want);
-    return error && least < want ? extend(depot, least) : error;  // what there is room for
-}
-
-int take(Depot& depot, int64_t bytes, int64_t* offset) {
-    if (!bytes) return 0;
-    for (auto gap = depot.gaps.begin(); gap != depot.gaps.end(); ++gap) {
-        if (gap->second < bytes) continue;
-        *offset = gap->first;
-        const int64_t rest = gap->second - bytes;
-        depot.gaps.erase(gap);
-        if (rest) depot.gaps[*offset + bytes] = rest;
-        return 0;
-    }
-    if (depot.used + bytes > depot.size) {
-        if (int error = grow(depot, depot.used + bytes)) return error;
-    }
-    *offset = depot.used;
-    depot.used += bytes;
-    return 0;
-}
-
-void give_back(Depot& depot, int64_t offset, int64_t bytes) {
-    if (!bytes) return;
-    auto next = depot.gaps.lower_bound(offset);
-    if (next != depot.gaps.end() && offset + bytes == next->first) {
-        bytes += next->second;
-        next = depot.gaps.erase(next);
-    }
-    if (next != depot.gaps.begin()) {
-        auto before = std::prev(next);
-        if (before->first + before->second == offset) {
-            offset = before->first;
-            bytes += before->second;
-            depot.gaps.erase(before);
-        }
-    }
-    if (offset + bytes == depot.used) {
-        depot.used = offset;
-    } else {
-        depot.gaps[offset] = bytes;
-    }
-}
-
 void release(Depot& depot, const Held& held) {
-    if (depot.file >= 0) {
-        give_back(depot, held.offset, rounded(held.bytes, kPage));
+    if (depot.room.file >= 0) {
+        give_back(depot.room, held.offset, rounded(held.bytes, kPage));
     } else if (held.memory) {
         munmap(held.memory, rounded(held.bytes, kPage));
     }
 }
 
-int write_all(int file, const char* from, int64_t bytes, int64_t offset) {
-    while (bytes > 0) {
-        const ssize_t done = pwrite(file, from, bytes, offset);
-        if (done < 0 && errno == EINTR) continue;
-        if (done < 0) return errno;
-        if (done == 0) return ENOSPC;
-        from += done, offset += done, bytes -= done;
-    }
-    return 0;
-}
-
-int read_all(int file, char* to, int64_t bytes, int64_t offset) {
-    while (bytes > 0) {
-        const ssize_t done = pread(file, to, bytes, offset);
-        if (done < 0 && errno == EINTR) continue;
-        if (done < 0) return errno;
-        if (done == 0) return kShort;
-        to += done, offset += done, bytes -= done;
-    }
-    return 0;
-}
-
-// Copies in two threads where that is worth starting one; returns what the first that failed does.
-template <class Copy>
-int in_halves(int64_t bytes, bool halves, Copy copy) {
-    if (!halves || bytes < kWorthHalving) return copy(0, bytes);
-    const int64_t first = rounded(bytes / 2, kPage);
-    int error = 0;
-    std::thread other;
-    try {
-        other = std::thread([&] { error = copy(first, bytes - first); });
-    } catch (const std::system_error&) {  // no more threads
-        return copy(0, bytes);
-    }
-    const int own = copy(0, first);
-    other.join();
-    return own ? own : error;
-}
-
-// Finds room and notes it; what was under the number goes first.
+// Finds room and notes it; what was under the number is given up for it.
 int reserve(Depot& depot, int64_t number, int64_t bytes, Held* made) {
     std::lock_guard<std::mutex> guard(depot.lock);
     if (depot.failed) return kFailedBefore;
@@ -170,8 +60,8 @@ int reserve(Depot& depot, int64_t number, int64_t bytes, Held* made) {
     }
     *made = {0, nullptr, bytes};
     int error = 0;
-    if (depot.file >= 0) {
-        error = take(depot, rounded(bytes, kPage), &made->offset);
+    if (depot.room.file >= 0) {
+        error = take(depot.room, rounded(bytes, kPage), &made->offset);
     } else if (bytes) {
         made->memory = mmap(nullptr, rounded(bytes, kPage), PROT_READ | PROT_WRITE,
                             MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -209,9 +99,9 @@ void forget(Depot& depot, int64_t number) {
 
 void end(Depot* depot) {
     for (auto& [number, held] : depot->held) {
-        if (depot->file < 0) release(*depot, held);
+        if (depot->room.file < 0) release(*depot, held);
     }
-    if (depot->file >= 0) close(depot->file);
+    if (depot->room.file >= 0) close(depot->room.file);
     delete depot;
 }
 
@@ -233,7 +123,7 @@ void in_child() {
     auto* inherited = new decltype(Registry::open);
     inherited->swap(registry().open);
     for (auto& [handle, depot] : *inherited) {
-        if (depot->file >= 0) close(depot->file);
+        if (depot->room.file >= 0) close(depot->room.file);
     }
     registry().lock.unlock();
 }
@@ -255,8 +145,7 @@ void* xmem_depot_open(int file, int64_t growth) {
     static const int forks = pthread_atfork(before_fork, in_parent, in_child);
     (void)forks;
     auto* depot = new Depot;
-    depot->file = file;
-    depot->growth = growth;
+    depot->room = {file, growth};
     std::lock_guard<std::mutex> guard(registry().lock);
     registry().last += 2;
     const uintptr_t handle = registry().last + (file >= 0);
@@ -280,18 +169,17 @@ void xmem_depot_drop(void* handle, int64_t number) {
 
 // 0: stored. Positive: an errno, and nothing is stored from here on. kFailedBefore: so it was.
 // kClosed: there is no such depot any more, or it is another process's.
-int xmem_depot_put_in(void* handle, int64_t number, const void* from, int64_t bytes, int halves) {
+int xmem_depot_put(void* handle, int64_t number, const void* from, int64_t bytes) {
     const auto depot = find(handle);
     if (!depot) return kClosed;
     Held held;
     if (int error = reserve(*depot, number, bytes, &held)) return error;
-    const int error = in_halves(bytes, halves, [&](int64_t at, int64_t count) {
-        if (depot->file >= 0) {
-            return write_all(depot->file, (const char*)from + at, count, held.offset + at);
-        }
-        if (count) memcpy((char*)held.memory + at, (const char*)from + at, count);
-        return 0;
-    });
+    int error = 0;
+    if (depot->room.file >= 0) {
+        error = write_all(depot->room.file, (const char*)from, bytes, held.offset);
+    } else if (bytes) {
+        memcpy(held.memory, from, bytes);
+    }
     if (error) forget(*depot, number);
     std::lock_guard<std::mutex> guard(depot->lock);
     if (error) {
@@ -302,13 +190,9 @@ int xmem_depot_put_in(void* handle, int64_t number, const void* from, int64_t by
     return error;
 }
 
-int xmem_depot_put(void* handle, int64_t number, const void* from, int64_t bytes) {
-    return xmem_depot_put_in(handle, number, from, bytes, 0);
-}
-
 // 0: read; the bytes stay until they are dropped. Positive: an errno. kShort: the file ends before.
 // kUnknown: nothing has the number. kOtherSize: what has it is of another size.
-int xmem_depot_get_in(void* handle, int64_t number, void* to, int64_t bytes, int halves) {
+int xmem_depot_get(void* handle, int64_t number, void* to, int64_t bytes) {
     const auto depot = find(handle);
     if (!depot) return kClosed;
     Held held;
@@ -320,15 +204,9 @@ int xmem_depot_get_in(void* handle, int64_t number, void* to, int64_t bytes, int
         if (held.bytes != bytes) return kOtherSize;
         depot->read += bytes;
     }
-    return in_halves(bytes, halves, [&](int64_t at, int64_t count) {
-        if (depot->file >= 0) return read_all(depot->file, (char*)to + at, count, held.offset + at);
-        if (count) memcpy((char*)to + at, (const char*)held.memory + at, count);
-        return 0;
-    });
-}
-
-int xmem_depot_get(void* handle, int64_t number, void* to, int64_t bytes) {
-    return xmem_depot_get_in(handle, number, to, bytes, 0);
+    if (depot->room.file >= 0) return read_all(depot->room.file, (char*)to, bytes, held.offset);
+    if (bytes) memcpy(to, held.memory, bytes);
+    return 0;
 }
 
 // The system may begin to read now.
@@ -337,8 +215,8 @@ void xmem_depot_will_need(void* handle, int64_t number) {
     if (!depot) return;
     std::lock_guard<std::mutex> guard(depot->lock);
     auto found = depot->held.find(number);
-    if (found == depot->held.end() || depot->file < 0) return;
-    posix_fadvise(depot->file, found->second.offset, found->second.bytes, POSIX_FADV_WILLNEED);
+    if (found == depot->held.end() || depot->room.file < 0) return;
+    posix_fadvise(depot->room.file, found->second.offset, found->second.bytes, POSIX_FADV_WILLNEED);
 }
 
 int xmem_depot_has(void* handle, int64_t number) {
@@ -358,9 +236,9 @@ void* xmem_depot_map(void* handle, int64_t number) {
     auto found = depot->held.find(number);
     if (found == depot->held.end()) return nullptr;
     const Held& held = found->second;
-    if (depot->file < 0) return held.memory;
+    if (depot->room.file < 0) return held.memory;
     void* memory = mmap(nullptr, rounded(held.bytes, kPage), PROT_READ | PROT_WRITE, MAP_SHARED,
-                        depot->file, held.offset);
+                        depot->room.file, held.offset);
     return memory == MAP_FAILED ? nullptr : memory;
 }
 
@@ -372,7 +250,7 @@ void xmem_depot_unmap(void* handle, int64_t bytes, void* memory) {
 int xmem_depot_in_memory(void* handle) {
     const auto depot = find(handle);
     struct statfs found;
-    if (!depot || depot->file < 0 || fstatfs(depot->file, &found)) return 0;
+    if (!depot || depot->room.file < 0 || fstatfs(depot->room.file, &found)) return 0;
     return found.f_type == kTmpfs || (unsigned long)found.f_type == (unsigned long)kRamfs;
 }
 
@@ -383,7 +261,7 @@ void xmem_depot_counters(void* handle, int64_t* found) {
     if (!depot) return;
     std::lock_guard<std::mutex> guard(depot->lock);
     const int64_t values[] = {depot->stored, depot->peak, depot->written, depot->read,
-                              depot->size,   (int64_t)depot->held.size(), depot->failed};
+                              depot->room.size, (int64_t)depot->held.size(), depot->failed};
     memcpy(found, values, sizeof values);
 }
 }

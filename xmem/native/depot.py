@@ -20,10 +20,12 @@ def load() -> Any:
     Raises:
         NativeBuildError: there is no compiler, or it fails.
     """
+    folder = Path(__file__).parent
     source = Source(
-        path=Path(__file__).parent / "depot.cc",
+        path=folder / "depot.cc",
         compiler=find_compiler() or "g++",
         arguments=("-O2", "-std=c++17", "-shared", "-fPIC"),
+        headers=(folder / "depot_room.h",),
     )
     library = ctypes.CDLL(str(compile_library(source)))
     depot, number, integer = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
@@ -32,8 +34,6 @@ def load() -> Any:
         ("close", None, [depot]),
         ("put", integer, [depot, number, ctypes.c_void_p, number]),
         ("get", integer, [depot, number, ctypes.c_void_p, number]),
-        ("put_in", integer, [depot, number, ctypes.c_void_p, number, integer]),
-        ("get_in", integer, [depot, number, ctypes.c_void_p, number, integer]),
         ("drop", None, [depot, number]),
         ("will_need", None, [depot, number]),
         ("has", integer, [depot, number]),

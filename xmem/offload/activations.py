@@ -172,9 +172,10 @@ def offload_activations(
         to: "host" or "disk". On a CPU "host" leaves the framework's pool but not the machine's
             memory, which is warned of.
         min_bytes: smaller tensors stay on the device.
-        prefetch: how many bytes are read back before backward asks for them, at most. They are on
-            the device meanwhile. (Jittor: the system is told to read ahead; nothing is on the
-            device before it is needed.)
+        prefetch: how many bytes are read back before backward asks for them, at most; nor more than
+            the largest tensor that left, or a sixteenth of all. They are on the device meanwhile.
+            (Jittor: the system is told to read ahead; nothing is on the device before it is
+            needed.)
         skip: what stays: tensors, or layers with all inside, by paths, as modules or by class.
         model: paths begin there, and are checked; otherwise at the outermost module that runs.
         directory: of the scratch file for "disk"; None: $XMEM_OFFLOAD_DIR, or the system's for

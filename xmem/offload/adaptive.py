@@ -102,7 +102,7 @@ class Adaptive:
                 f"offload_directory={directory!r} is for offload_to='disk'; it is 'host'"
             )
         away = self.away if on else None
-        if on and (away is None or merged != self._values):
+        if on and (away is None or merged != self._values or not away.depot.is_usable):
             away = Away(Depot(to, directory=directory), when_needed=True)
         return {"values": merged, "away": away}
 

@@ -2,8 +2,8 @@
 
 A scratch file has no name from its birth (`O_TMPFILE`), so nothing of it outlives the process, also
 after SIGKILL, and processes share a directory without knowing of each other. A process that is
-forked has none of its parent's depots. Room is taken on the
-disk before a tensor is given up for it: a disk that is full is known then.
+forked has none of its parent's depots. Room is taken on the disk before a tensor is given up for
+it: a disk that is full is known then.
 """
 
 from __future__ import annotations
@@ -79,6 +79,7 @@ class Depot:
         library = native.load()  # before there is a file to be closed
         file = -1 if self.directory is None else open_scratch(self.directory)
         self.address: int = library.xmem_depot_open(file, GROWTH_BYTES)
+        self._process = os.getpid()
         self._numbers = itertools.count(1)
         self._last: list[int] | None = None
         self._close = weakref.finalize(self, library.xmem_depot_close, self.address)
@@ -98,7 +99,9 @@ class Depot:
             OffloadError: there is no room, or writing fails; nothing is stored from then on. Or the
                 depot is closed, or another process's.
         """
-        self._check(native.load().xmem_depot_put(self.address, number, address, nbytes), nbytes)
+        code = native.load().xmem_depot_put(self.address, number, address, nbytes)
+        if code:
+            raise self.error(code, nbytes)
 
     def get(self, number: int, address: int, nbytes: int) -> None:
         """Read what is stored into memory; it stays stored.
@@ -107,7 +110,9 @@ class Depot:
             OffloadError: reading fails, or less comes than was written. Or the depot is closed, or
                 another process's.
         """
-        self._check(native.load().xmem_depot_get(self.address, number, address, nbytes), nbytes)
+        code = native.load().xmem_depot_get(self.address, number, address, nbytes)
+        if code:
+            raise self.error(code, nbytes, reading=True)
 
     def drop(self, number: int) -> None:
         """Forget what is stored under a number, if anything is."""
@@ -125,6 +130,11 @@ class Depot:
     def in_memory(self) -> bool:
         """Whether its directory is memory of the machine all the same (tmpfs)."""
         return bool(native.load().xmem_depot_in_memory(self.address))
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it stores what it is given: not failed, not closed, and this process's own."""
+        return self._process == os.getpid() and self._close.alive and self.failure is None
 
     @property
     def failure(self) -> OffloadError | None:
@@ -145,8 +155,14 @@ class Depot:
             self._last = [0, peak, written, read, 0, 0, failed]
         self._close()
 
-    def error(self, code: int, nbytes: int) -> OffloadError:
-        """Return what a code of the library means, as an error."""
+    def error(self, code: int, nbytes: int, *, reading: bool = False) -> OffloadError:
+        """Return what a code of the library means, as an error.
+
+        Args:
+            code: an errno, or one of `xmem.native.depot`.
+            nbytes: of the piece; 0: of none in particular.
+            reading: the piece was to be read, not stored.
+        """
         where = "the host's memory" if self.directory is None else f"a file in {self.directory}"
         what = f"{format_size(nbytes)} could not be" if nbytes else "Nothing more can be"
         if code == native.SHORT:
@@ -160,6 +176,8 @@ class Depot:
             )
         elif code == native.FAILED_BEFORE:
             return self.error(self._counters()[6] or errno.EIO, nbytes)
+        elif reading:
+            message = f"{what} read back from {where}: {os.strerror(code)}"
         else:
             held = format_size(self.stats.stored_bytes)
             message = (
@@ -167,10 +185,6 @@ class Depot:
                 " lost; make room, name another directory=, or train on without offload"
             )
         return OffloadError(code if code > 0 else None, message, directory=self.directory)
-
-    def _check(self, code: int, nbytes: int) -> None:
-        if code:
-            raise self.error(code, nbytes)
 
     def _counters(self) -> list[int]:
         if self._last is not None:

@@ -69,7 +69,8 @@ def offload_parameters(
     """Keep a model's parameters in host memory or on disk; those of a layer come while it runs.
 
     For inference, and for training with an optimizer whose step brings parameters in:
-    `offload_optimizer`, or `optimizer_in_backward`. Results are those of the model without it.
+    `offload_optimizer`, or `optimizer_in_backward`. Results are those of the model without it. Only
+    what a layer's forward writes into its own parameters past autograd (PyTorch's `.data`) is lost.
 
     Args:
         model: a native module, changed in place.

@@ -7,6 +7,7 @@ taken in the reverse of the order it was sent in, as backward asks for it.
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
 from xmem.errors import OffloadError
+from xmem.native.depot import CLOSED
 from xmem.offload.depot import Depot
 
 AHEAD_SHARE = 16
@@ -71,6 +73,7 @@ class Transfers:
 
     def __init__(self, depot: Depot) -> None:
         self.depot = depot
+        self._process = os.getpid()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="xmem-offload")
         self._in_flight_bytes = 0
         self._changed = threading.Condition()
@@ -95,20 +98,27 @@ class Transfers:
             ready: waits in the thread until the memory may be read.
 
         Raises:
-            OffloadError: something that was sent before could not be stored; raised once.
+            OffloadError: something that was sent before could not be stored; raised once. Or this
+                is a forked process, where the thread is not.
         """
         self.raise_failure()
+        self._refuse_fork()
         sent = Sent(self.depot.new_number(), nbytes, source)
         with self._changed:
             while self._in_flight_bytes and self._in_flight_bytes + nbytes > limit:
                 self._changed.wait()
             self._in_flight_bytes += nbytes
-        self._thread.submit(self._store, sent, address, ready)
+        self._begin(self._store, sent, address, ready)
         return sent
 
     def read(self, fetch: Callable[[], Any]) -> Future[Any]:
-        """Call a function that reads, behind all that has been sent."""
-        return self._thread.submit(fetch)
+        """Call a function that reads, behind all that has been sent.
+
+        Raises:
+            OffloadError: this is a forked process, where the thread is not.
+        """
+        self._refuse_fork()
+        return self._begin(fetch)
 
     @property
     def has_failed(self) -> bool:
@@ -125,10 +135,29 @@ class Transfers:
         if failure is not None:
             raise failure
 
+    def _begin(self, call: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        """Call a function in the thread; here and now where the interpreter ends.
+
+        Other threads may train on when the main one has ended, and functions at exit may, too.
+        """
+        try:
+            return self._thread.submit(call, *arguments)
+        except RuntimeError:
+            done: Future[Any] = Future()
+        try:
+            done.set_result(call(*arguments))
+        except OffloadError as error:
+            done.set_exception(error)
+        return done
+
+    def _refuse_fork(self) -> None:
+        if self._process != os.getpid():
+            raise self.depot.error(CLOSED, 0)
+
     def wait(self) -> None:
         """Return when nothing is on its way out."""
         with self._changed:
-            while self._in_flight_bytes:
+            while self._in_flight_bytes and self._process == os.getpid():
                 self._changed.wait()
 
     def _store(self, sent: Sent, address: int, ready: Callable[[], object] | None) -> None:
@@ -171,6 +200,8 @@ class Readable(Protocol):
 class Line:
     """What was sent, in its order; read ahead in the reverse of it.
 
+    Never more than the largest piece takes, so that it does not grow with the number of pieces.
+
     Args:
         ahead_bytes: how much may have been read that nobody has asked for, at most.
     """
@@ -180,6 +211,7 @@ class Line:
         self._items: list[weakref.ref[Any]] = []
         self._sizes: list[int] = []
         self._sent_bytes = 0
+        self._largest_bytes = 0
         self._ahead_bytes = 0
 
     def add(self, item: Readable) -> int:
@@ -190,6 +222,7 @@ class Line:
         self._items.append(weakref.ref(item))
         self._sizes.append(item.nbytes)
         self._sent_bytes += item.nbytes
+        self._largest_bytes = max(self._largest_bytes, item.nbytes)
         return len(self._items) - 1
 
     def taken(self, nbytes: int) -> None:
@@ -198,7 +231,7 @@ class Line:
 
     def read_before(self, place: int) -> None:
         """Begin to read what was sent before the one at a place, as far as there is room."""
-        limit = min(self._limit, self._sent_bytes // AHEAD_SHARE)
+        limit = min(self._limit, self._largest_bytes, self._sent_bytes // AHEAD_SHARE)
         for at in range(min(place, len(self._items)) - 1, -1, -1):
             if self._ahead_bytes + self._sizes[at] > limit:
                 return

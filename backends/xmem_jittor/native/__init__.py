@@ -7,19 +7,26 @@ against it; so a new version of Jittor, or other flags, needs a new build.
 from __future__ import annotations
 
 import ctypes
-import shlex
-import subprocess
-from collections.abc import Iterable
 from functools import lru_cache
-from pathlib import Path
-from typing import Any
 
-import jittor as jt
+from xmem_jittor.native.loading import Numbers, address_of, addresses, load
+from xmem_jittor.native.ranks import message, mpi
 
-from xmem.native import Source, compile_library
-
-_FOLDER = Path(__file__).parent
-_Numbers = ctypes.POINTER(ctypes.c_longlong)
+__all__ = [
+    "address_of",
+    "addresses",
+    "allocator",
+    "away",
+    "donating",
+    "emptying",
+    "graph",
+    "living",
+    "message",
+    "mpi",
+    "recovering",
+    "saving",
+    "streaming",
+]
 _VOID = (
     "reset_peak",
     "set_limit",
@@ -37,17 +44,10 @@ _VOID = (
     "late_calls",
     "late_allow",
     "late_stats",
+    "late_missed",
     "late_note",
     "late_back",
 )
-
-
-def _arguments() -> tuple[str, ...]:
-    flags = shlex.split(jt.compiler.cc_flags + jt.compiler.opt_flags)
-    # Libraries: the core is loaded already and the compiler adds its own. The machine's own
-    # instructions gain nothing here, and a cache folder may be shared among machines.
-    left_out = ("-l", "-L", "-march=", "-fdiagnostics-color")
-    return tuple(flag for flag in flags if not flag.startswith(left_out))
 
 
 _ALLOCATOR_HEADERS = (
@@ -56,23 +56,11 @@ _ALLOCATOR_HEADERS = (
 )  # fmt: skip
 
 
-def _load(name: str, headers: Iterable[str] = ()) -> ctypes.PyDLL:
-    source = Source(
-        path=_FOLDER / f"{name}.cc",
-        headers=tuple(_FOLDER / f"{header}.h" for header in headers),
-        compiler=jt.compiler.cc_path,
-        arguments=_arguments(),
-        version=jt.__version__,
-    )
-    # PyDLL keeps the interpreter's lock: Jittor's graph belongs to whoever holds it.
-    return ctypes.PyDLL(str(compile_library(source)))
-
-
 @lru_cache(maxsize=1)
 def allocator() -> ctypes.PyDLL:
     """Return the library of `allocator.cc`, its functions declared."""
-    library = _load("allocator", _ALLOCATOR_HEADERS)
-    number, many = ctypes.c_longlong, _Numbers
+    library = load("allocator", _ALLOCATOR_HEADERS)
+    number, many = ctypes.c_longlong, Numbers
     _declare_control(library)
     library.xmem_jittor_install.argtypes = [number, ctypes.c_int]
     library.xmem_jittor_counters.argtypes = [many]
@@ -101,7 +89,7 @@ def allocator() -> ctypes.PyDLL:
 
 
 def _declare_control(library: ctypes.PyDLL) -> None:
-    number, many, integer = ctypes.c_longlong, _Numbers, ctypes.c_int
+    number, many, integer = ctypes.c_longlong, Numbers, ctypes.c_int
     real = ctypes.c_double
     library.xmem_jittor_pool_stats.argtypes = [many]
     library.xmem_jittor_segments.argtypes = [integer, many]
@@ -117,14 +105,15 @@ def _declare_control(library: ctypes.PyDLL) -> None:
     library.xmem_jittor_late_depot.argtypes = [number, integer]
     library.xmem_jittor_late_allow.argtypes = [integer]
     library.xmem_jittor_late_stats.argtypes = [many]
+    library.xmem_jittor_late_missed.argtypes = [many]
     library.xmem_jittor_late_users.argtypes = [integer]
 
 
 @lru_cache(maxsize=1)
 def recovering() -> ctypes.PyDLL:
     """Return the library of `recovering.cc`, its functions declared."""
-    library = _load("recovering")
-    number, many = ctypes.c_longlong, _Numbers
+    library = load("recovering")
+    number, many = ctypes.c_longlong, Numbers
     library.xmem_jittor_is_pending.argtypes = [number]
     library.xmem_jittor_values_before.argtypes = [many, ctypes.c_int, many, ctypes.c_int, many]
     library.xmem_jittor_values_before.restype = None
@@ -136,8 +125,8 @@ def recovering() -> ctypes.PyDLL:
 @lru_cache(maxsize=1)
 def living() -> ctypes.PyDLL:
     """Return the library of `living.cc`, its functions declared."""
-    library = _load("living")
-    number, many, integer = ctypes.c_longlong, _Numbers, ctypes.c_int
+    library = load("living")
+    number, many, integer = ctypes.c_longlong, Numbers, ctypes.c_int
     library.xmem_jittor_held_objects.argtypes = [ctypes.c_void_p, many, integer]
     library.xmem_jittor_behind.argtypes = [number, many, integer, ctypes.POINTER(integer)]
     return library
@@ -146,8 +135,8 @@ def living() -> ctypes.PyDLL:
 @lru_cache(maxsize=1)
 def graph() -> ctypes.PyDLL:
     """Return the library of `graph.cc`, its functions declared."""
-    library = _load("graph")
-    number, many = ctypes.c_longlong, _Numbers
+    library = load("graph")
+    number, many = ctypes.c_longlong, Numbers
     library.xmem_jittor_total_node.restype = number
     integers = ctypes.POINTER(ctypes.c_int)
     library.xmem_jittor_read_by.argtypes = [
@@ -181,10 +170,7 @@ def graph() -> ctypes.PyDLL:
 @lru_cache(maxsize=1)
 def emptying() -> ctypes.PyDLL:
     """Return the library of `emptying.cc`, its functions declared."""
-    library = _load("emptying")
-    library.xmem_jittor_views.argtypes = [
-        ctypes.c_longlong, ctypes.c_longlong, _Numbers, ctypes.c_int,
-    ]  # fmt: skip
+    library = load("emptying")
     for function in (library.xmem_jittor_empty, library.xmem_jittor_refill):
         function.restype = None
     return library
@@ -193,9 +179,9 @@ def emptying() -> ctypes.PyDLL:
 @lru_cache(maxsize=1)
 def donating() -> ctypes.PyDLL:
     """Return the library of `donating.cc`, its functions declared."""
-    library = _load("donating")
+    library = load("donating")
     library.xmem_jittor_donate.restype = None
-    library.xmem_jittor_donated.argtypes = [_Numbers]
+    library.xmem_jittor_donated.argtypes = [Numbers]
     library.xmem_jittor_donated.restype = None
     return library
 
@@ -203,8 +189,8 @@ def donating() -> ctypes.PyDLL:
 @lru_cache(maxsize=1)
 def saving() -> ctypes.PyDLL:
     """Return the library of `saving.cc`, its functions declared."""
-    library = _load("saving")
-    number, many, integer = ctypes.c_longlong, _Numbers, ctypes.c_int
+    library = load("saving")
+    number, many, integer = ctypes.c_longlong, Numbers, ctypes.c_int
     library.xmem_jittor_held.argtypes = [number, number, ctypes.c_void_p, many, integer]
     library.xmem_jittor_cut.argtypes = [
         many, integer, many, integer, many, integer, many, integer, number, number, many,
@@ -231,8 +217,8 @@ def saving() -> ctypes.PyDLL:
 @lru_cache(maxsize=1)
 def streaming() -> ctypes.PyDLL:
     """Return the library of `streaming.cc`, its functions declared."""
-    library = _load("streaming")
-    number, many, integer = ctypes.c_longlong, _Numbers, ctypes.c_int
+    library = load("streaming", ["letting_go"])
+    number, many, integer = ctypes.c_longlong, Numbers, ctypes.c_int
     library.xmem_jittor_send.argtypes = [number, ctypes.c_void_p, number]
     for name in ("bring_back", "where"):
         getattr(library, f"xmem_jittor_{name}").argtypes = [number]
@@ -250,8 +236,8 @@ def streaming() -> ctypes.PyDLL:
 @lru_cache(maxsize=1)
 def away() -> ctypes.PyDLL:
     """Return the library of `away.cc`, its functions declared."""
-    library = _load("away")
-    number, many, pointer = ctypes.c_longlong, _Numbers, ctypes.c_void_p
+    library = load("away", ["letting_go"])
+    number, many, pointer = ctypes.c_longlong, Numbers, ctypes.c_void_p
     library.xmem_jittor_away_store.argtypes = [number, pointer, number, number, many]
     library.xmem_jittor_away_store.restype = pointer
     library.xmem_jittor_away_load.argtypes = [pointer, number]
@@ -263,72 +249,3 @@ def away() -> ctypes.PyDLL:
     for name in ("taken", "let_go", "failure"):
         getattr(library, f"xmem_jittor_away_{name}").restype = None
     return library
-
-
-def address_of(function: Any) -> int:
-    """Return the address of a function of a library, for operations to call it.
-
-    It goes to them through `data`, so one kernel serves all processes.
-    """
-    return int(ctypes.cast(function, ctypes.c_void_p).value or 0)
-
-
-def addresses(tensors: Iterable[Any]) -> tuple[Any, int]:
-    """Return the addresses of tensors as a C array, with its length."""
-    found = [tensor.var_ptr for tensor in tensors]
-    return (ctypes.c_longlong * max(len(found), 1))(*found), len(found)
-
-
-@lru_cache(maxsize=1)
-def message() -> ctypes.PyDLL:
-    """Return the library of `message.cc`, its functions declared."""
-    library = _load("message", ["mpi_reduce"])
-    number, many, integer = ctypes.c_longlong, _Numbers, ctypes.c_int
-    library.xmem_jittor_message.argtypes = [
-        ctypes.c_void_p, many, many, integer, integer, integer, integer, number, many, integer,
-        ctypes.c_char_p, integer, many,
-    ]  # fmt: skip
-    library.xmem_jittor_split.argtypes = [number, many, integer, many]
-    library.xmem_jittor_message.restype = library.xmem_jittor_split.restype = None
-    library.xmem_jittor_message_taken.restype = None
-    return library
-
-
-_MPI_HEADERS = ("mpi_calls", "mpi_pairs", "mpi_reduce", "mpi_roll", "mpi_state", "mpi_together")
-
-
-@lru_cache(maxsize=1)
-def mpi() -> ctypes.PyDLL:
-    """Return the library of `mpi.cc`, its functions declared; inside mpirun only."""
-    wrapper = jt.compile_extern.mpicc_path
-    source = Source(
-        path=_FOLDER / "mpi.cc",
-        headers=tuple(_FOLDER / f"{name}.h" for name in _MPI_HEADERS),
-        compiler=jt.compiler.cc_path,
-        arguments=(
-            "-std=c++17", "-O3", "-fPIC", "-shared", "-DOMPI_SKIP_MPICXX",
-            *_shown(wrapper, "compile"),
-        ),
-        link_arguments=_shown(wrapper, "link"),
-    )  # fmt: skip
-    library = ctypes.PyDLL(str(compile_library(source)))
-    number, many, integer = ctypes.c_longlong, _Numbers, ctypes.c_int
-    library.xmem_mpi_start.argtypes = [ctypes.c_double, number, many]
-    library.xmem_mpi_watch.argtypes = [ctypes.c_void_p]
-    library.xmem_mpi_exchange.argtypes = [
-        ctypes.c_char_p, number, ctypes.c_char_p, many, number,
-    ]  # fmt: skip
-    library.xmem_mpi_failure.argtypes = [many, many, integer, ctypes.c_char_p, integer]
-    library.xmem_mpi_interruption.restype = ctypes.py_object
-    library.xmem_mpi_spent.restype = ctypes.c_double
-    for name in ("watch", "run", "stop", "abort"):
-        getattr(library, f"xmem_mpi_{name}").restype = None
-    return library
-
-
-def _shown(wrapper: str, what: str) -> tuple[str, ...]:
-    """Return the arguments that MPI's compiler wrapper adds."""
-    ran = subprocess.run(
-        [*shlex.split(wrapper), f"--showme:{what}"], capture_output=True, text=True, check=True
-    )
-    return tuple(shlex.split(ran.stdout))

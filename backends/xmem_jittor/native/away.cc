@@ -11,8 +11,7 @@
 #include <string>
 #include <vector>
 
-#include <Python.h>
-
+#include "letting_go.h"
 #include "mem/allocator.h"
 #include "op.h"
 #include "var.h"
@@ -26,14 +25,13 @@ using namespace jittor;
 namespace {
 
 constexpr int kFailedBefore = -1;  // of depot.cc
-constexpr int kHalves = 1;  // in two threads: the graph waits for its bytes
 
 // A depot, as `xmem/native/depot.cc` has it.
 struct Functions {
     void* depot;
     PyObject* holder;
-    int (*put)(void*, int64, const void*, int64, int);
-    int (*get)(void*, int64, void*, int64, int);
+    int (*put)(void*, int64, const void*, int64);
+    int (*get)(void*, int64, void*, int64);
     void (*drop)(void*, int64);
     void (*will_need)(void*, int64);
 };
@@ -66,12 +64,7 @@ struct Store {
     explicit Store(const Functions& functions) : to(functions) { Py_INCREF(to.holder); }
     ~Store() {
         stores().erase(to.depot);
-        // Not here: what closes a depot is Python's, of which nothing may run while a graph does.
-        if (Py_IsInitialized()) Py_AddPendingCall(let_go, to.holder);
-    }
-    static int let_go(void* holder) {
-        Py_DECREF((PyObject*)holder);
-        return 0;
+        let_go_later(to.holder);
     }
 };
 
@@ -127,7 +120,7 @@ struct Piece {
             from = aside;
         }
 #endif
-        const int code = store->to.put(store->to.depot, number, from, size, kHalves);
+        const int code = store->to.put(store->to.depot, number, from, size);
         stored = code == 0;
         if (stored) return;
         var->allocator->share_with(size, var->allocation);
@@ -151,7 +144,7 @@ struct Piece {
         const bool on_device = var->allocator->is_cuda();
         if (on_device) to = bounce(size);
 #endif
-        if (const int code = store->to.get(store->to.depot, number, to, size, kHalves))
+        if (const int code = store->to.get(store->to.depot, number, to, size))
             fail(store->to.depot, code, size, "read back");
 #ifdef HAS_CUDA
         if (on_device) cudaMemcpy(var->mem_ptr, to, size, cudaMemcpyHostToDevice);
@@ -207,10 +200,7 @@ struct AwayOp : Op {
 struct StoreOp final : AwayOp {
     using AwayOp::AwayOp;
     const char* name() const override { return "xmem_store"; }
-    void run() override {
-        piece->keep(input(0));
-        *(int*)output(0)->mem_ptr = 1;
-    }
+    void run() override { piece->keep(input(0)); }
 };
 
 // Makes the tensor again.

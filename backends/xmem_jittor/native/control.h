@@ -169,6 +169,12 @@ void xmem_jittor_late_stats(long long* out) {
     memcpy(out, values, sizeof(values));
 }
 
+// How often bytes did not come back; of the last time: code, bytes, depot.
+void xmem_jittor_late_missed(long long* out) {
+    Lock lock(guard);
+    memcpy(out, late.missed, sizeof(late.missed));
+}
+
 // How many pieces are noted for a depot.
 int xmem_jittor_late_users(int depot) {
     Lock lock(guard);
@@ -190,10 +196,15 @@ void xmem_jittor_late_note(Var* ticket, Var* view, int depot) {
     if (ticketed != late.by_ticket.end() && ticketed->second != number) return;
     auto& noted = late.noted[number];
     if (noted.views.empty()) {
-        noted.size = pool->records[view->allocation].requested;
+        noted.size = 0;
+        noted.holds = pool->records[view->allocation].requested;
         noted.depot = depot;
         noted.allocation = view->allocation;
         late.by_allocation[view->allocation] = number;
+    }
+    if (view->size > noted.size) {
+        noted.size = view->size;
+        noted.stored = false;
     }
     noted.order = ++late.count;
     noted.views.push_back({ticket->allocation, view});
@@ -215,9 +226,11 @@ void xmem_jittor_late_back(Var* ticket) {
         const int code = late.calls.get(late.depots[noted.depot], number, memory, noted.size);
         if (code) {
             pool->free(memory, noted.size, allocation);
-            throw std::runtime_error("offload: " + std::to_string(noted.size) +
-                                     " bytes did not come back: " +
-                                     (code > 0 ? strerror(code) : "they are not there"));
+            const int64 values[] = {late.missed[0] + 1, code, noted.size,
+                                    (int64)late.depots[noted.depot]};
+            memcpy(late.missed, values, sizeof(values));
+            throw std::runtime_error("xmem offload: " + std::to_string(noted.size) +
+                                     " bytes could not be read back");
         }
         for (auto& [_, view] : noted.views) {
             if (view != first) pool->share_with(view->size, allocation);
@@ -226,6 +239,7 @@ void xmem_jittor_late_back(Var* ticket) {
             view->allocation = allocation;
         }
         noted.away = false;
+        noted.holds = noted.size;
         noted.allocation = allocation;
         late.left--;
         late.by_allocation[allocation] = number;

@@ -29,7 +29,8 @@ struct DepotCalls {
 
 struct Noted {
     int64 order;  // of the note that came last; backward begins with the highest
-    int64 size;
+    int64 size;   // of what leaves, the largest of the views: they begin where the first does
+    int64 holds;  // of their allocation, of which they may be a part
     int depot;
     size_t allocation;  // where it is not away
     std::vector<std::pair<size_t, Var*>> views;  // by the allocation of their ticket
@@ -42,7 +43,8 @@ struct LateState {
     std::map<int64, Noted> noted;
     std::unordered_map<size_t, int64> by_allocation, by_ticket;
     int64 count = 0, moved = 0, left = 0;
-    int failure = 0;  // errno of what could not be stored
+    int failure = 0;        // errno of what could not be stored
+    int64 missed[4] = {0};  // how often bytes did not come back; of the last: code, bytes, depot
     bool may_move = false;
 } late;
 
@@ -93,7 +95,7 @@ int64 late_make_room(int64 bytes) {
         auto& noted = late.noted[number];
         if (!is_alone(noted)) continue;
         if (!leave(number, noted)) break;
-        freed += noted.size;
+        freed += noted.holds;
     }
     return freed;
 }

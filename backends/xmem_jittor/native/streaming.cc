@@ -13,8 +13,7 @@
 #include <unordered_set>
 #include <vector>
 
-#include <Python.h>
-
+#include "letting_go.h"
 #include "mem/allocator.h"
 #include "op.h"
 #include "var.h"
@@ -27,6 +26,8 @@
 using namespace jittor;
 
 namespace {
+
+constexpr int kNoRoom = -100;  // beside what `xmem/native/depot.cc` returns
 
 // A depot, as `xmem/native/depot.cc` has it.
 struct Store {
@@ -102,10 +103,7 @@ struct Streamed final : Allocator {
         away_bytes -= piece.size;
         piece.store.unmap(piece.store.depot, piece.size, piece.away);
         piece.store.drop(piece.store.depot, piece.number);
-        if (!Py_IsInitialized()) return;
-        const auto state = PyGILState_Ensure();
-        Py_DECREF(piece.store.holder);
-        PyGILState_Release(state);
+        let_go_later(piece.store.holder);
     }
 };
 
@@ -240,7 +238,8 @@ void come(Var* var, Finder& finder) {
         piece->pool->free(piece->here, piece->size, piece->allocation);
         piece->here = nullptr;
         failure = {failure.count + 1, error, piece->size, (int64)piece->store.depot};
-        throw std::runtime_error("a parameter could not be read back from its depot");
+        throw std::runtime_error("xmem offload: a parameter of " + std::to_string(piece->size) +
+                                 " bytes could not be read back");
     }
     brought_in += piece->size;
     if (brought_in > peak_brought_in) peak_brought_in = brought_in;
@@ -364,15 +363,20 @@ int xmem_jittor_send(long long address, const Store* store, long long number) {
     return 0;
 }
 
-// Gives a tensor and its views memory of the pool for good. 0, or what the depot says.
+// Gives a tensor and its views memory of the pool for good. 0, or what the depot says, or kNoRoom: the
+// pool has none.
 int xmem_jittor_bring_back(long long address) {
     auto* var = (Var*)address;
     Piece* piece = piece_of(var);
     if (!piece || !piece->away) return 0;
     auto* pool = get_allocator();
     size_t allocation = 0;
-    auto* memory = (char*)pool->alloc(var->size, allocation);
-    if (!memory) return ENOMEM;
+    char* memory = nullptr;
+    try {
+        memory = (char*)pool->alloc(var->size, allocation);
+    } catch (const std::exception&) {  // beyond the limit, or the system has no more
+    }
+    if (!memory) return kNoRoom;
     if (piece->here || pool->is_cuda()) {
         copy(memory, piece->here ? piece->here : piece->away, var->size, pool);
     } else if (const int error =
