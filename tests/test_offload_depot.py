@@ -145,16 +145,6 @@ def test_threads_may_put_and_get_at_once(to, tmp_path):
     assert depot.stats.count == depot.stats.stored_bytes == 0
 
 
-@pytest.mark.parametrize("to", KINDS)
-def test_large_pieces_go_in_halves_to_the_same_place(to, tmp_path):
-    depot, data, found = opened(to, tmp_path), some(3 << 20), np.empty(3 << 20, np.uint8)
-    library = native.load()
-    assert library.xmem_depot_put_in(depot.address, 1, data.ctypes.data, data.nbytes, 1) == 0
-    assert (get(depot, 1, data.nbytes) == data).all()
-    assert library.xmem_depot_get_in(depot.address, 1, found.ctypes.data, found.nbytes, 1) == 0
-    assert (found == data).all()
-
-
 def test_a_scratch_file_has_no_name_and_goes_with_its_depot(tmp_path):
     before = len(scratch_files())
     depot = Depot("disk", directory=tmp_path)
