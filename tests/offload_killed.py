@@ -93,5 +93,6 @@ def _of_a_framework(path):
 
 
 def _shared_memory():
-    folder = Path("/dev/shm")
-    return set(folder.glob("*xmem*")) if folder.is_dir() else set()
+    """Return what offload could have left there; ranks that run beside have folders of their own."""
+    found = Path("/dev/shm").glob("*xmem*")
+    return {path for path in found if not path.name.startswith("xmem-launch-")}
