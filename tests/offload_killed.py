@@ -93,6 +93,6 @@ def _of_a_framework(path):
 
 
 def _shared_memory():
-    """Return what offload could have left there; ranks that run beside have folders of their own."""
+    """Return what offload could have left there; ranks that run beside have their folders."""
     found = Path("/dev/shm").glob("*xmem*")
     return {path for path in found if not path.name.startswith("xmem-launch-")}
