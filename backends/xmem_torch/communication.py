@@ -26,7 +26,8 @@ from xmem_torch import codec, ranks
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 _UNKNOWN_TO_GLOO = (torch.int16, torch.uint16, torch.uint32, torch.uint64)
-_LONGEST_HOLD_SECONDS = 0.5
+_LONGEST_HOLD_SECONDS = 5.0
+_SPINS = 100
 
 # Renamed in 2.13, where the old name warns.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -230,8 +231,14 @@ def _start(call: Callable[..., Any], tensors: Sequence[Any], finish: Callable[[]
 
 
 def _wait_for_release(held: Sequence[tuple[Any, int]]) -> None:
-    """Wait until gloo's threads let go; not for long, since nothing depends on it but bytes."""
+    """Wait until gloo's threads let go; not for ever, since nothing depends on it but bytes.
+
+    That takes microseconds, but for a machine with more ranks than cores: there a rank that goes on
+    asking takes the time that those threads need.
+    """
     ends = time.perf_counter() + _LONGEST_HOLD_SECONDS
+    asked = 0
     for view, references in held:
         while view._use_count() > references and time.perf_counter() < ends:
-            time.sleep(0)
+            time.sleep(0 if asked < _SPINS else 1e-4)
+            asked += 1
