@@ -8,7 +8,7 @@ REPORT ?= xmem-report
 READY := $(VENV)/.xmem-ready
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: compare test test-jittor test-torch test-rest test-conformance check soak gpu-check benchmarks record needs clean
+.PHONY: compare test test-jittor test-torch check soak gpu-check benchmarks record needs clean
 
 needs:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -31,19 +31,14 @@ $(READY): pyproject.toml constraints.txt | needs
 compare: $(READY)
 	@$(BIN)/xmem compare $(foreach b,$(BACKENDS),--backend $(b)) -o $(REPORT)
 
-# Each framework in a process of its own, so that a crash names its part; two parts side by side.
+# Each framework in a process of its own, so that a crash names its part; these two side by side.
 # Jittor 1.3.11 compiles on threads that read the stack of a call which may have returned; on one
 # thread it does not.
 test: export use_parallel_op_compiler ?= 1
 test: export OMP_WAIT_POLICY ?= passive
 test: $(READY)
-	@$(MAKE) --no-print-directory --output-sync=target -j2 \
-	  test-jittor test-torch test-rest test-conformance
-
-test-rest: $(READY)
+	@$(MAKE) --no-print-directory --output-sync=target -j2 test-jittor test-torch
 	@$(BIN)/python -m pytest tests -m 'not soak' --ignore=tests/on_jittor --ignore=tests/on_torch
-
-test-conformance: $(READY)
 	@$(BIN)/python tools/outlive.py $(BIN)/xmem conformance $(foreach b,$(BACKENDS),--backend $(b)) -- --no-gaps --retries 1 -q
 
 test-jittor: $(READY)
