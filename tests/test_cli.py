@@ -233,12 +233,12 @@ def test_older_results_are_replaced_unless_resumed(crashy, tmp_path):
     first = read_json(tmp_path / "report.json", Report).results
     crashy.plan({})
     resumed = compare("-o", tmp_path, "--resume")
-    assert "4 of 5 cases are taken from" in resumed.stdout
+    assert "5 of 6 cases are taken from" in resumed.stdout
     second = read_json(tmp_path / "report.json", Report).results
     assert [r.status for r in second] == ["ok", "ok", *["unsupported"] * 4]
     assert second[0] == first[0]
     again = compare("-o", tmp_path)
-    assert f"5 results in {tmp_path / 'cases'} are replaced" in again.stdout
+    assert f"6 results in {tmp_path / 'cases'} are replaced" in again.stdout
     assert read_json(tmp_path / "report.json", Report).results[0] != first[0]
 
 
@@ -274,7 +274,7 @@ def test_an_interrupted_run_writes_what_finished_and_can_be_resumed(crashy, tmp_
     finally:
         process.kill()
     assert process.returncode == code
-    assert "interrupted after 1 of 5 cases" in errors
+    assert "interrupted after 1 of 6 cases" in errors
     assert "--resume" in errors
     assert "Traceback" not in errors
     assert wait_for(lambda: all(ended(pid) for pid in crashy.hanging_pids()), seconds=5)
@@ -283,7 +283,7 @@ def test_an_interrupted_run_writes_what_finished_and_can_be_resumed(crashy, tmp_
     crashy.plan({})
     resumed = invoke(*arguments, "--resume")
     assert resumed.exit_code == 0
-    assert "1 of 5 cases are taken from" in resumed.stdout
+    assert "1 of 6 cases are taken from" in resumed.stdout
 
 
 def test_a_terminal_gets_a_table_within_80_columns_and_a_bar(crashy, tmp_path):
@@ -307,7 +307,7 @@ def test_a_terminal_gets_a_table_within_80_columns_and_a_bar(crashy, tmp_path):
     text = shown.decode()
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
     assert "\x1b[" in text
-    assert "0/5" in plain
+    assert "0/6" in plain
     rows = [line.rstrip() for line in re.split(r"[\r\n]+", plain)]
     assert any(re.match("mlp +baseline +crashy +ok .*900 B", row) for row in rows)
     assert "  killed by SIGKILL; last output: about to be killed" in rows
