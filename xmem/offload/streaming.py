@@ -21,11 +21,15 @@ if TYPE_CHECKING:
     from xmem.offload.depot import To
 
 
+BLOCK_BYTES = 16 << 20
+LEAST_BLOCK_BYTES = 64 << 10
+
+
 def offload_optimizer(
     optimizer: Any,
     to: To = "host",
     *,
-    block: int | str = "16MiB",
+    block: int | str | None = None,
     directory: str | Path | None = None,
 ) -> Receipt:
     """Keep an optimizer's states in host memory or on disk; a step streams them block by block.
@@ -38,7 +42,8 @@ def offload_optimizer(
         optimizer: the framework's own, or one of `xmem.optim`; states that it has are moved now.
         to: "host" or "disk". On a CPU "host" leaves the framework's pool but not the machine's
             memory, which is warned of.
-        block: of states, how many bytes are on the device at once during a step, or "16MiB".
+        block: of states, how many bytes are on the device at once during a step, or "16MiB"; None:
+            a tenth of what the parameters take, a twentieth of Adam's states, and at most 16 MiB.
         directory: of the scratch file for "disk"; None: $XMEM_OFFLOAD_DIR, or the system's for
             temporary files.
 
@@ -51,7 +56,7 @@ def offload_optimizer(
         CompositionError: it is in a combination that cannot work, with the reason.
     """
     backend = active()
-    block_bytes = parse_size(block)
+    block_bytes = _tenth(optimizer) if block is None else parse_size(block)
     if block_bytes == 0:
         raise UsageError("block=0: a step needs some states at once; give e.g. '16MiB'")
     depot = opened(to, directory, "offload_optimizer")
@@ -95,3 +100,10 @@ def offload_parameters(
         model, depot, blocks=blocks, prefetch_bytes=prefetch_bytes
     )
     return issue(receipt)
+
+
+def _tenth(optimizer: Any) -> int:
+    """Return a tenth of the bytes of an optimizer's parameters, within limits."""
+    groups = getattr(optimizer, "param_groups", ())
+    found = sum(int(p.nbytes) for group in groups for p in group["params"])
+    return min(max(found // 10, LEAST_BLOCK_BYTES), BLOCK_BYTES)
