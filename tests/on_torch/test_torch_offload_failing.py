@@ -14,7 +14,7 @@ from on_torch.compressed import mlp
 from on_torch.leaving import equal, step
 
 import xmem
-from xmem.errors import OffloadError
+from xmem.errors import OffloadError, XmemWarning
 from xmem.offload.transfers import transfers_of
 
 
@@ -55,6 +55,8 @@ def test_a_full_disk_raises_within_the_step_and_training_goes_on(
             with pytest.raises(OffloadError, match="make room"):
                 forward(model, x, offloading(prefetch=prefetch)).backward()
         assert equal(step(model, x)[1], exact)
+    with pytest.warns(XmemWarning, match="begins anew"):  # also where no step has raised
+        offloading(prefetch=prefetch)
     for directory in (None, tmp_path):
         block = offloading(prefetch=prefetch, directory=directory)
         assert equal(step(model, x, around=block)[1], exact)

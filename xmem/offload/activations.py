@@ -8,13 +8,14 @@ and Offloading for Training DNNs", NeurIPS 2021 (POFO).
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xmem.api import active
-from xmem.errors import UsageError
+from xmem.errors import UsageError, XmemWarning
 from xmem.offload.opening import opened
 from xmem.receipts import Receipt, issue
 from xmem.saving import Away, Candidate, Choice
@@ -147,7 +148,14 @@ def _depot(to: To, directory: str | Path | None) -> Depot:
     """
     chosen = directory if directory is not None else os.environ.get("XMEM_OFFLOAD_DIR")
     key = (os.getpid(), to, str(chosen))
-    if key not in _open or _open[key].failure is not None:
+    failure = _open[key].failure if key in _open else None
+    if failure is not None:
+        warnings.warn(
+            f"offload_activations begins anew, since the blocks before ended so: {failure}",
+            XmemWarning,
+            stacklevel=3,
+        )
+    if key not in _open or failure is not None:
         _open[key] = opened(to, directory, "offload_activations")
     return _open[key]
 
