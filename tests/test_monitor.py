@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import resource
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from fakes.monitored import fake_backend
 
 import xmem
 from xmem import api, meter
+from xmem.conformance.full_disk import files_of_at_most
 from xmem.errors import NoActiveBackendError, ReportError, SchemaError, UsageError, XmemWarning
 from xmem.monitor import Monitor
 from xmem.monitor_log import last_step, read_log, schema
@@ -317,17 +317,13 @@ def test_a_run_that_could_not_begin_leaves_the_file_as_it_was(backend, tmp_path,
 def test_after_a_full_disk_training_goes_on_and_lines_come_back(backend, tmp_path):
     """A real limit of the system on the size of files cuts a line in the middle."""
     path = tmp_path / "run.jsonl"
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     monitor = Monitor(path)
     monitor.step(n=1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        try:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 50, limits[1]))
+        with files_of_at_most(path.stat().st_size + 50):
             for number in range(2, 6):
                 monitor.step(n=number)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     monitor.step(n=6)
     monitor.close()
     told = [str(w.message) for w in caught if issubclass(w.category, XmemWarning)]

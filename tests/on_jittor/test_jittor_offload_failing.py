@@ -1,26 +1,13 @@
 """A disk without room, and bytes that do not come back: an error in the step, and nothing lost."""
 
-import resource
-from contextlib import contextmanager
-
 import pytest
 from chain import chain, error, gradients, normal, trained
 from leaving import MIB, Leaving, live
 
 import xmem
+from xmem.conformance.full_disk import files_of_at_most
 
 pytestmark = pytest.mark.filterwarnings("ignore:a value was waited for")
-
-
-@contextmanager
-def files_of_at_most(nbytes):
-    """As a disk is that has no more room; Python ignores the signal."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize(("bits", "room"), [(None, MIB), (8, MIB // 4)])

@@ -7,6 +7,7 @@ from chain import MIB, chain, normal, peak_above_static_bytes, trained, transfor
 from leaving import Leaving
 
 import xmem
+from xmem.conformance.full_disk import files_of_at_most
 
 
 def stepped(net, x, **options):
@@ -85,7 +86,6 @@ def test_the_peak_of_a_transformer_grows_by_its_gradients_only(backend):
 def test_what_cannot_be_stored_keeps_no_more_memory_than_plain_training(backend):
     """All of it is on the device then, once."""
     import jittor as jt
-    from test_jittor_offload_failing import files_of_at_most
 
     net, x = chain(6), normal(1024, 256)
     plain = peaks(backend, net, x)[-1]
@@ -98,7 +98,7 @@ def test_what_cannot_be_stored_keeps_no_more_memory_than_plain_training(backend)
 
     jt.sync(stepped(net, x, to="disk"))  # compiles, which needs files too
     found = step()
-    with files_of_at_most(4096), pytest.raises(xmem.OffloadError):
+    with files_of_at_most(64 << 10), pytest.raises(xmem.OffloadError):
         jt.sync(found)
     del found
     gc.collect()

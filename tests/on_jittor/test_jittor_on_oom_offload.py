@@ -2,13 +2,13 @@
 
 import ctypes
 import gc
-import resource
 
 import numpy as np
 import pytest
 from chain import MIB, chain, error, normal, trained, transformer
 
 import xmem
+from xmem.conformance.full_disk import files_of_at_most
 from xmem.errors import OffloadError, XmemWarning
 
 
@@ -191,9 +191,7 @@ def test_when_nothing_more_can_be_moved_the_error_says_what_was_and_training_goe
 def test_a_full_disk_loses_nothing_and_is_the_reason_of_the_error(standard):
     net, x, plain, _, peak = standard
     xmem.pool.configure(limit=limit_of(peak / 1.6), on_oom="offload")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (3 * MIB, hard))
-    try:
+    with files_of_at_most(3 * MIB):
         with pytest.raises(RuntimeError, match="File too large") as caught:
             stepped(net, x)
         assert isinstance(caught.value.__cause__, OffloadError)
@@ -202,8 +200,6 @@ def test_a_full_disk_loses_nothing_and_is_the_reason_of_the_error(standard):
             stepped(net, x)
         assert isinstance(caught.value.__cause__, OffloadError)
         del caught
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     gc.collect()
     assert noted() == (0, 0)
     xmem.pool.configure(limit=None, on_oom="raise")

@@ -2,10 +2,8 @@
 
 import copy
 import gc
-import resource
 import subprocess
 import sys
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -13,6 +11,7 @@ from chain import normal
 from plan_runs import live
 
 import xmem
+from xmem.conformance.full_disk import files_of_at_most
 from xmem.conformance.small import relative_error
 from xmem.errors import OffloadError
 from xmem.planner import Op
@@ -183,16 +182,6 @@ def test_a_copied_model_has_a_depot_of_its_own(model, batch):
     assert_equal(stepped(other, batch), exact)
 
 
-@contextmanager
-def files_end_at(size):
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 @pytest.mark.parametrize("size", [1 << 16, 3 << 20])
 def test_a_full_disk_raises_once_and_loses_nothing(model, batch, size):
     """At the second size two stages have been stored by then."""
@@ -200,7 +189,7 @@ def test_a_full_disk_raises_once_and_loses_nothing(model, batch, size):
     offloading_plan().apply(model)
     [depot] = depots_of(model)
     stepped_on = None
-    with files_end_at(size):
+    with files_of_at_most(size):
         with pytest.raises(OffloadError, match="make room"):
             stepped(model, batch)
         stepped_on = stepped(model, batch)

@@ -1,8 +1,6 @@
 """Depots that run full or break, with parameters in them."""
 
 import gc
-import resource
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -11,18 +9,8 @@ from chain import chain, normal, trained
 from streaming import descend, furthest, network, noted, offload, tokens, values
 
 import xmem
+from xmem.conformance.full_disk import files_of_at_most
 from xmem.errors import OffloadError
-
-
-@contextmanager
-def files_up_to(nbytes):
-    """Let no file grow beyond some bytes: the disk is full."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_disk_that_is_full_at_once_changes_nothing(backend):
@@ -32,7 +20,7 @@ def test_a_disk_that_is_full_at_once_changes_nothing(backend):
     net(tokens()).sync()
     before, allocated = values(net), backend.measure.counters().allocated_bytes
     pieces = moving.streamed().pieces
-    with files_up_to(300 << 10), pytest.raises(OffloadError, match="Nothing is lost"):
+    with files_of_at_most(300 << 10), pytest.raises(OffloadError, match="Nothing is lost"):
         offload(net)
     gc.collect()
     assert backend.measure.counters().allocated_bytes == allocated
@@ -58,7 +46,7 @@ def test_a_disk_that_runs_full_within_a_step_loses_nothing_and_training_goes_on(
         for step in range(4):
             loss = (net(batch) ** 2).mean()
             if full and step == 1:
-                with files_up_to(0), pytest.raises(OffloadError, match="train on without"):
+                with files_of_at_most(0), pytest.raises(OffloadError, match="train on without"):
                     descend(optimizer, loss, block=1000)
             else:
                 descend(optimizer, loss, block=1000)

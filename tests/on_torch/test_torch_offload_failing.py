@@ -1,11 +1,9 @@
 """Offloaded activations where something fails: a full disk, a cut file, a fork, the end."""
 
 import os
-import resource
 import subprocess
 import sys
 import threading
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,18 +12,9 @@ from on_torch.compressed import mlp
 from on_torch.leaving import equal, step
 
 import xmem
+from xmem.conformance.full_disk import files_of_at_most
 from xmem.errors import OffloadError, XmemWarning
 from xmem.offload.transfers import transfers_of
-
-
-@contextmanager
-def files_end_at(size):
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.fixture
@@ -50,7 +39,7 @@ def test_a_full_disk_raises_within_the_step_and_training_goes_on(
 ):
     model, x = mlp()
     _, exact = step(model, x)
-    with files_end_at(size):
+    with files_of_at_most(size):
         for _ in range(2):
             with pytest.raises(OffloadError, match="make room"):
                 forward(model, x, offloading(prefetch=prefetch)).backward()
@@ -68,7 +57,7 @@ def test_what_was_stored_before_the_disk_was_full_is_still_read(backend, offload
     _, exact = step(model, x)
     model.zero_grad(set_to_none=True)
     loss = forward(model, x, offloading())
-    with files_end_at(1 << 16), pytest.raises(OffloadError):
+    with files_of_at_most(1 << 16), pytest.raises(OffloadError):
         forward(model, torch.cat([x] * 300), offloading()).backward()
     model.zero_grad(set_to_none=True)
     loss.backward()

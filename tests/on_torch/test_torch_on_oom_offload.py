@@ -1,7 +1,6 @@
 """`on_oom="offload"`: what does not fit leaves the device until backward needs it."""
 
 import gc
-import resource
 import threading
 
 import pytest
@@ -11,6 +10,7 @@ from on_torch.pooling import MB, allocated, library, old_objects_apart, pool
 from torch import nn
 
 import xmem
+from xmem.conformance.full_disk import files_of_at_most
 from xmem.errors import OffloadError
 
 __all__ = ["old_objects_apart", "pool", "put_back"]
@@ -177,9 +177,7 @@ def test_a_full_disk_loses_nothing_and_is_the_reason_of_the_error():
     model, ids = model_and_ids()
     plain = step(model, ids)
     xmem.pool.configure(limit=limit_for(plain[2], 0.5), on_oom="offload")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2 * MB, hard))
-    try:
+    with files_of_at_most(2 * MB):
         with pytest.raises(torch.OutOfMemoryError, match="File too large"):
             step(model, ids)
         before = allocated(xmem.active().pool)
@@ -188,8 +186,6 @@ def test_a_full_disk_loses_nothing_and_is_the_reason_of_the_error():
         gc.collect()
         assert allocated(xmem.active().pool) <= before
         assert isinstance(caught.value.__cause__, OffloadError)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     xmem.pool.configure(limit=None, on_oom="raise")
     for p in model.parameters():
         p.grad = torch.zeros_like(p)

@@ -2,7 +2,6 @@
 
 import gc
 import os
-import resource
 import threading
 import warnings
 
@@ -14,6 +13,7 @@ from on_torch.pooling import MB, allocated, old_objects_apart, pool
 from torch import nn
 
 import xmem
+from xmem.conformance.full_disk import files_of_at_most
 from xmem.errors import CompositionError, OffloadError, UsageError, XmemWarning
 
 __all__ = ["old_objects_apart", "pool", "put_back"]
@@ -106,13 +106,10 @@ def test_what_a_thread_that_has_ended_began_can_be_ended_and_begun_anew(pool):
 def test_configure_goes_on_after_a_full_disk_and_in_a_forked_child(pool):
     """Both have a scratch file that takes nothing; asking for it again makes another one."""
     xmem.pool.configure(limit=allocated(pool) + 300 * MB, on_oom="offload")
-    late, before = pool._control._late, resource.getrlimit(resource.RLIMIT_FSIZE)
+    late = pool._control._late
     old, _ = saved_by(4)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (MB, before[1]))
-    try:
+    with files_of_at_most(MB):
         assert late.make_room(0, 100 * MB) == 0
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert isinstance(pool._control.failure, OffloadError)
     xmem.pool.configure(on_oom="offload")
     assert pool._control.failure is None

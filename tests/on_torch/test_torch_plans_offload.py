@@ -2,11 +2,9 @@
 
 import copy
 import pickle
-import resource
 import subprocess
 import sys
 import warnings
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -14,6 +12,7 @@ import torch
 from torch import nn
 
 import xmem
+from xmem.conformance.full_disk import files_of_at_most
 from xmem.errors import OffloadError, UsageError, XmemWarning
 from xmem.planner import Op
 from xmem.planner.plan import Plan
@@ -180,23 +179,13 @@ def test_a_copied_and_a_pickled_model_have_depots_of_their_own(model, batch):
         assert_equal(stepped(other, batch), exact)
 
 
-@contextmanager
-def files_end_at(size):
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 @pytest.mark.parametrize("size", [1 << 16, 3 << 20])
 def test_a_full_disk_raises_once_and_loses_nothing(model, batch, size):
     """At the second size two stages have been stored by then."""
     exact = stepped(model, batch)
     offloading_plan().apply(model)
     [depot] = depots_of(model)
-    with files_end_at(size):
+    with files_of_at_most(size):
         with pytest.raises(OffloadError, match="make room"):
             stepped(model, batch)
         assert_equal(stepped(model, batch), exact)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,20 +12,10 @@ import torch
 from on_torch.stepping import KINDS, assert_same, away, offload, on_device, parameters, step, values
 
 import xmem
+from xmem.conformance.full_disk import files_of_at_most
 from xmem.errors import OffloadError
 
 optim = torch.optim
-
-
-@contextmanager
-def full_at(nbytes: int) -> Iterator[None]:
-    """Let no file be longer, as where the disk is full."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 @pytest.mark.parametrize("kind", ["AdamW fused amsgrad", "xmem AdamW"])
@@ -34,7 +23,7 @@ def test_a_full_disk_loses_nothing_and_training_goes_on(kind: str) -> None:
     plain, streamed = KINDS[kind](parameters()), KINDS[kind](parameters())
     receipt = offload(streamed, block=32 << 10)
     step(plain, 0)
-    with full_at(64 << 10), pytest.raises(OffloadError, match="Nothing is lost"):
+    with files_of_at_most(64 << 10), pytest.raises(OffloadError, match="Nothing is lost"):
         step(streamed, 0)
     assert on_device(streamed) > 0
     assert_same(plain, streamed)
@@ -50,7 +39,7 @@ def test_a_full_disk_at_the_beginning_leaves_the_optimizer_plain() -> None:
     optimizer = KINDS["AdamW"](parameters())
     step(optimizer, 0)
     expected = copy.deepcopy(optimizer)
-    with full_at(64 << 10), pytest.raises(OffloadError):
+    with files_of_at_most(64 << 10), pytest.raises(OffloadError):
         offload(optimizer)
     assert type(optimizer) is optim.AdamW
     assert not away(optimizer)
@@ -107,7 +96,7 @@ def test_hooks_behind_a_step_run_also_where_the_disk_is_full() -> None:
     seen = []
     optimizer.register_step_post_hook(lambda *_: seen.append(1))
     offload(optimizer)
-    with full_at(64 << 10), pytest.raises(OffloadError):
+    with files_of_at_most(64 << 10), pytest.raises(OffloadError):
         step(optimizer, 0)
     assert seen == [1]
 
@@ -118,7 +107,7 @@ def full(is_full: bool) -> Iterator[None]:
     if not is_full:
         yield
         return
-    with full_at(4 << 10), pytest.raises(OffloadError, match="Nothing is lost"):
+    with files_of_at_most(4 << 10), pytest.raises(OffloadError, match="Nothing is lost"):
         yield
 
 

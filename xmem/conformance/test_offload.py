@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import resource
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 import xmem
+from xmem.conformance.full_disk import files_of_at_most
 from xmem.conformance.plugin import need
 from xmem.conformance.small import SmallRun, relative_error, small_workload
 from xmem.offload import activations
@@ -74,17 +73,6 @@ def _parameters(run: SmallRun) -> dict[str, np.ndarray[Any, Any]]:
     return {n: np.array(p.detach().clone().cpu().numpy()) for n, p in named.items()}
 
 
-@contextmanager
-def _full_disk(most: int) -> Iterator[None]:
-    """No file of this process may grow beyond so many bytes."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 @pytest.mark.parametrize("prefetch", [0, "1MiB"])
 def test_losses_and_gradients_do_not_change_when_activations_leave(
     backend: Backend, depots: list[Depot], prefetch: Any, tmp_path: Path
@@ -143,7 +131,7 @@ def test_a_disk_that_is_full_raises_within_the_step_and_training_goes_on(
     """Nothing is lost: the next step without offload is the one that it would have been."""
     run, twin = _run(backend), _run(backend)
     twin.step()
-    with _full_disk(300_000), pytest.raises(xmem.OffloadError, match="Nothing is lost"):
+    with files_of_at_most(300_000), pytest.raises(xmem.OffloadError, match="Nothing is lost"):
         _offloaded(run, directory=tmp_path)
     xmem.zero_grad(run.optimizer)
     run.step()
